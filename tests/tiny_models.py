@@ -1,0 +1,72 @@
+"""Tiny random targets of each family that the tests need, float32, and drafters for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large enough for greedy choices that are no near-ties
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HYBRID: dict[str, Any] = SHAPE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    },
+}
+
+
+def _seeded(build: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build().float().eval()
+
+
+def qwen3() -> Any:
+    return _seeded(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE)))
+
+
+def llama() -> Any:
+    return _seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)))
+
+
+def qwen35() -> Any:
+    """Hybrid: GatedDeltaNet layers, whose state cannot be rolled back, and gated full attention."""
+    return _seeded(lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**HYBRID)))
+
+
+def nested_qwen35() -> Any:
+    """The same language model inside a vision-language one, as Qwen3.5 and 3.6 are published."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = hf.Qwen3_5Config(text_config=HYBRID, vision_config=vision, tie_word_embeddings=False)
+    return _seeded(lambda: hf.Qwen3_5ForConditionalGeneration(config))
+
+
+def saved(build: Callable[[], Any], folder: Path) -> Path:
+    """The model of `build` as a transformers directory under `folder`."""
+    path = folder / "target"
+    build().save_pretrained(path)
+    return path
