@@ -1,6 +1,6 @@
 """The frozen target: its tap states for training, its logits for evaluation.
 
-Tap `L` is the output of decoder layer `L`, read by a forward hook on `layers[L]` (transformers' `hidden_states[L + 1]`).
+Tap `L` is the output of decoder layer `L`, read by a forward hook on `layers[L]`: transformers' `hidden_states[L + 1]`.
 The last layer is never tapped: some engines read it after the final norm, others before.
 
 Batches are padded on the right and carry no mask: everything in a decoder-only model is causal, so a real position
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def is_hybrid(config: Any) -> bool:
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raises JobError(78) unless `taps` is ascending, unique and within the target's `layers`, the last one excluded."""
-    rising = all(a < b for a, b in zip(taps, taps[1:], strict=False))
+    """Raises JobError(78) unless `taps` is strictly ascending and within the target's `layers`, the last one excluded."""
+    rising = all(a < b for a, b in pairwise(taps))
     if not taps or not rising or taps[0] < 0 or taps[-1] >= layers - 1:
         raise JobError(
             Exit.CONFIG,
