@@ -37,7 +37,7 @@ def is_hybrid(config: Any) -> bool:
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raises JobError(78) unless `taps` is strictly ascending and within the target's `layers`, the last one excluded."""
+    """Raises JobError(78) unless `taps` is strictly ascending and within `layers`, the last layer excluded."""
     rising = all(a < b for a, b in pairwise(taps))
     if not taps or not rising or taps[0] < 0 or taps[-1] >= layers - 1:
         raise JobError(
