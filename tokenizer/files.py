@@ -1,0 +1,193 @@
+"""The store on a file system: whole files only, conditions that hold across processes.
+
+A file is written beside its target under a hidden temporary name, synced, then linked (fails if the target exists:
+that is if-none-match) or renamed; if-match compares and renames under a lock of the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from tokenizer.retry import NotFound, StoreError, changed
+from tokenizer.store import PIECE, Put, Stat, Store, file_etag
+
+TEMPORARY = ".dflash-"  # start of the names of unfinished files: hidden, so no listing takes them
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
+
+
+class FileStore(Store):
+    """Keys are paths below `root`, with slashes."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def _path(self, key: str) -> str:
+        path = os.path.normpath(os.path.join(self.root, key))
+        if not key or os.path.commonpath([path, self.root]) != os.path.normpath(self.root):
+            raise ValueError(f"`{key}` is not a key below {self.root}")
+        return path
+
+    def check(self) -> None:
+        if os.path.exists(self.root):
+            with _errors(self.root):
+                os.listdir(self.root)
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        if os.path.lexists(self.root) and not os.path.isdir(self.root):
+            return
+        found: list[Stat] = []
+        _walk(self.root, "", prefix, found, set())
+        yield from sorted(found)
+
+    def stat(self, key: str) -> Stat | None:
+        path = self._path(key)
+        with _errors(path):
+            try:
+                stat = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return None if os.path.isdir(path) else Stat(key, stat.st_size, file_etag(stat))
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        path = self._path(key)
+        with _errors(path), open(path, "rb") as file:
+            etag = file_etag(os.fstat(file.fileno()))
+            return file.read(), etag
+
+    def open_stream(self, key: str, etag: str | None = None, size: int | None = None) -> Iterator[bytes]:
+        path = self._path(key)
+        with _errors(path), open(path, "rb", buffering=0) as file:
+            before = file_etag(os.fstat(file.fileno()))
+            if etag is not None and before != etag:
+                raise changed(path)
+            while piece := file.read(PIECE):
+                yield piece
+            if file_etag(os.fstat(file.fileno())) != before:  # written to while it was read
+                raise changed(path)
+
+    def put_bytes(self, key: str, data: bytes, *, if_none_match: bool = False, if_match: str | None = None) -> Put:
+        return self._write(key, lambda file: file.write(data), if_none_match, if_match)
+
+    def upload_file(
+        self, path: str | os.PathLike[str], key: str, *, if_none_match: bool = False, if_match: str | None = None
+    ) -> Put:
+        def copy(file: IO[bytes]) -> None:
+            with open(path, "rb") as source:
+                shutil.copyfileobj(source, file, PIECE)
+
+        return self._write(key, copy, if_none_match, if_match)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _errors(path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def _write(self, key: str, fill: Callable[[IO[bytes]], object], if_none_match: bool, if_match: str | None) -> Put:
+        path = self._path(key)
+        folder = os.path.dirname(path)
+        with _errors(path):
+            if if_none_match and os.path.lexists(path):
+                return Put(False, "")
+            os.makedirs(folder, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    fill(file)
+                    file.flush()
+                    os.fchmod(file.fileno(), 0o666 & ~_umask())
+                    os.fsync(file.fileno())
+                    etag = file_etag(os.fstat(file.fileno()))
+                if not _publish(temporary, path, folder, if_none_match, if_match):
+                    return Put(False, "")
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            return Put(True, etag)
+
+
+def _publish(temporary: str, path: str, folder: str, if_none_match: bool, if_match: str | None) -> bool:
+    if if_none_match:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+        else:
+            _sync(folder)
+            return True
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        if if_none_match or if_match is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            here = file_etag(os.stat(path)) if os.path.exists(path) else None
+            if here is not None if if_none_match else here != if_match:
+                return False
+        os.replace(temporary, path)
+        os.fsync(lock)
+        return True
+    finally:
+        os.close(lock)
+
+
+def _sync(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _walk(folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple[int, int]]) -> None:
+    """Follows links to files and directories; a directory that was seen already (a loop) is not entered again."""
+    with _errors(folder):
+        try:
+            here = os.stat(folder)
+        except FileNotFoundError:
+            return
+        if (here.st_dev, here.st_ino) in seen:
+            return
+        seen.add((here.st_dev, here.st_ino))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = key + entry.name
+                if entry.is_dir():
+                    if prefix.startswith(name + "/") or (name + "/").startswith(prefix):
+                        _walk(entry.path, name + "/", prefix, found, seen)
+                elif name.startswith(prefix) and not entry.name.startswith(TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                        stat = entry.stat()
+                        found.append(Stat(name, stat.st_size, file_etag(stat)))
+
+
+@contextlib.contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """The errors of the operating system, in the words of a store."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(str(error.filename or path), "no such file") from error
+    except PermissionError as error:
+        raise StoreError(
+            "denied", str(error.filename or path), "permission denied", f"uid {os.geteuid()} needs access to it"
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                "disk_full", path, "no space left on the disk", "free some or use a larger volume"
+            ) from error
+        raise StoreError("other", str(error.filename or path), error.strerror or str(error)) from error
