@@ -1,0 +1,165 @@
+"""The shard: one index's rows as an Arrow IPC stream whose bytes depend on the rows alone. Prose: FORMAT.md.
+
+Workers write whole record-batch messages; `join` puts them behind one schema message by copying bytes. So neither the
+number of workers nor who finished first can be seen in a shard, and nothing is ever decoded twice or combined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tokenizer.gate import Commit, Final, Supervised, check_keys, features, finalise, summary
+
+__all__ = [
+    "SCHEMA",
+    "Commit",
+    "Final",
+    "Rows",
+    "Supervised",
+    "batch_digest",
+    "batches",
+    "check_keys",
+    "content_sha256",
+    "cut",
+    "finalise",
+    "join",
+    "loss_per_row",
+    "record_batch",
+    "select",
+    "summary",
+]
+
+SCHEMA = pa.schema(
+    [
+        pa.field("input_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.int8())),
+        pa.field("id", pa.string()),
+        pa.field("source_id", pa.string()),
+        pa.field("n_loss", pa.int32()),
+    ],
+    metadata={"huggingface": json.dumps({"info": {"features": features()}}, sort_keys=True)},
+)
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+MAX_TOKENS = (1 << 31) - 1  # of one record batch: list offsets are int32
+
+
+class Rows(NamedTuple):
+    """Some rows, flat. Row i is ids[offsets[i]:offsets[i + 1]], and the same slice of mask.
+
+    ids: int32 [tokens]; offsets: int64 [rows + 1], offsets[0] == 0; mask: int8 [tokens], 1 = to be learnt.
+    """
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    mask: NDArray[np.int8]
+
+
+def loss_per_row(rows: Rows) -> NDArray[np.int32]:
+    """Loss tokens of each row, int32 [rows]."""
+    running = np.zeros(len(rows.mask) + 1, np.int64)
+    np.cumsum(rows.mask, dtype=np.int64, out=running[1:])
+    return np.diff(running[rows.offsets]).astype(np.int32)
+
+
+def cut(rows: Rows, max_length: int | None) -> Rows:
+    """Every row's first `max_length` tokens: what is over is lost at the end, ids and mask alike.
+
+    The one place where a row is shortened, for the tokenizer and for the trainer. A cut row ends without its
+    end-of-turn token, so nothing teaches the drafter to stop there.
+    """
+    lengths = np.diff(rows.offsets)
+    if max_length is None or not len(lengths) or lengths.max() <= max_length:
+        return rows
+    place = np.arange(len(rows.ids)) - np.repeat(rows.offsets[:-1], lengths)
+    keep = place < max_length
+    return Rows(rows.ids[keep], _offsets(np.minimum(lengths, max_length)), rows.mask[keep])
+
+
+def select(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
+    """The rows whose entry in keep [rows] is true."""
+    if keep.all():
+        return rows
+    lengths = np.diff(rows.offsets)
+    tokens = np.repeat(keep, lengths)
+    return Rows(rows.ids[tokens], _offsets(lengths[keep]), rows.mask[tokens])
+
+
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def record_batch(
+    rows: Rows, ids: Sequence[str], source_ids: Sequence[str], n_loss: NDArray[np.int32]
+) -> pa.RecordBatch:
+    """One record batch of SCHEMA over the buffers of `rows`; OverflowError above MAX_TOKENS tokens."""
+    if len(rows.ids) > MAX_TOKENS:
+        raise OverflowError(f"{len(rows.ids)} tokens in one record batch, {MAX_TOKENS} fit")
+    offsets = pa.array(rows.offsets.astype(np.int32))
+    columns = [
+        pa.ListArray.from_arrays(offsets, pa.array(rows.ids)),
+        pa.ListArray.from_arrays(offsets, pa.array(rows.mask)),
+        pa.array(ids, pa.string()),
+        pa.array(source_ids, pa.string()),
+        pa.array(n_loss, pa.int32()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def batch_digest(batch: pa.RecordBatch) -> bytes:
+    """SHA-256 of a record batch's logical columns, as FORMAT.md lays them out: no padding, no library in it."""
+    digest = hashlib.sha256(np.int64(batch.num_rows).astype("<i8").tobytes())
+    for name in SCHEMA.names:
+        column = batch.column(name)
+        if pa.types.is_list(column.type):
+            offsets = column.offsets.to_numpy()
+            digest.update(np.diff(offsets).astype("<i8").tobytes())
+            values = column.values.to_numpy()[offsets[0] : offsets[-1]] if len(column) else np.zeros(0, np.int8)
+            digest.update(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False))
+        elif pa.types.is_string(column.type):
+            texts = [t.encode() for t in column.to_pylist()]
+            digest.update(np.array([len(t) for t in texts], "<i8").tobytes())
+            digest.update(b"".join(texts))
+        else:
+            digest.update(column.to_numpy().astype("<i4").tobytes())
+    return digest.digest()
+
+
+def content_sha256(digests: Iterable[bytes]) -> str:
+    """SHA-256 (hex) of the record batches' digests in order."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def join(parts: Iterable[Path], out: IO[bytes]) -> tuple[str, int]:
+    """Schema message + the record-batch messages of every part + end of stream; returns SHA-256 (hex) and bytes."""
+    digest = hashlib.sha256()
+    size = 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal size
+        digest.update(data)
+        out.write(data)
+        size += len(data)
+
+    put(SCHEMA.serialize().to_pybytes())
+    for part in parts:
+        with part.open("rb") as file:
+            while data := file.read(1 << 20):
+                put(data)
+    put(END_OF_STREAM)
+    return digest.hexdigest(), size
+
+
+def batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """The record batches of a local shard, memory-mapped: columns point into the file."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        yield from stream
