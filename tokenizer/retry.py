@@ -11,6 +11,7 @@ import mmap
 import random
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tokenizer.job import Exit, JobError
 
@@ -59,6 +60,87 @@ def note_success() -> None:
     _succeeded[0] = 1
 
 
+class Fault(NamedTuple):
+    """One failed call: a `kind` of StoreError, or "precondition", and words that hold no value of a credential."""
+
+    kind: str
+    words: str
+
+
+# Answers of S3 by code, then by status where the code says nothing (HEAD has no body).
+_CODES = {
+    "credentials": "InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken ExpiredTokenException InvalidToken "
+    "TokenRefreshRequired RequestTimeTooSkewed InvalidClientTokenId UnrecognizedClientException "
+    "AuthorizationHeaderMalformed InvalidSecurity",
+    "denied": "AccessDenied AllAccessDisabled AccountProblem",
+    "bucket": "NoSuchBucket InvalidBucketName PermanentRedirect",
+    "missing": "NoSuchKey NoSuchUpload",
+    "precondition": "PreconditionFailed InvalidRange",
+    "unreachable": "SlowDown SlowDownRead SlowDownWrite RequestTimeout InternalError ServiceUnavailable Throttling "
+    "ThrottlingException RequestLimitExceeded OperationAborted ConditionalRequestConflict BadDigest "
+    "XAmzContentSHA256Mismatch IncompleteBody BandwidthLimitExceeded",
+}
+_KIND_OF_CODE = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
+_KIND_OF_STATUS = {
+    401: "credentials",
+    403: "denied",
+    404: "missing",
+    408: "unreachable",
+    409: "unreachable",
+    412: "precondition",
+    416: "precondition",
+    429: "unreachable",
+    501: "other",
+}
+# Failures without an answer, by class name along the MRO: naming them so needs no import of the SDK.
+_WORDS = {
+    "NoCredentialsError": ("credentials", "no credentials found"),
+    "PartialCredentialsError": ("credentials", "half of the credentials is missing"),
+    "CredentialRetrievalError": ("credentials", "the credentials could not be fetched"),
+    "ProfileNotFound": ("credentials", "AWS_PROFILE names a profile that does not exist"),
+    "SSOError": ("credentials", "the SSO session is over"),
+    "TokenRetrievalError": ("credentials", "the SSO session is over"),
+    "ParamValidationError": ("bucket", "not a valid name"),
+    "ConnectTimeoutError": ("unreachable", "connecting timed out"),
+    "ReadTimeoutError": ("unreachable", "reading timed out"),
+    "EndpointConnectionError": ("unreachable", "cannot connect"),
+    "ProxyConnectionError": ("unreachable", "cannot connect to the proxy"),
+    "ConnectionClosedError": ("unreachable", "connection closed"),
+    "IncompleteReadError": ("unreachable", "the body broke off"),
+    "ResponseStreamingError": ("unreachable", "the body broke off"),
+    "FlexibleChecksumError": ("unreachable", "the body does not match its checksum"),
+    "ResponseParserError": ("unreachable", "an answer that is not S3"),
+    "HTTPClientError": ("unreachable", "connection broke"),
+    "HTTPError": ("unreachable", "connection broke"),
+    "HTTPException": ("unreachable", "connection broke"),
+    "ConnectionError": ("unreachable", "connection reset"),
+    "TimeoutError": ("unreachable", "timed out"),
+}
+
+
+def diagnose(error: Exception) -> Fault | None:
+    """The fault behind an exception of the S3 client; None for an exception that is not one of its."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict) and "Error" in response:
+        code = str(response["Error"].get("Code", ""))
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        kind = _KIND_OF_CODE.get(code) or _KIND_OF_STATUS.get(status, "unreachable" if status >= 500 else "other")
+        return Fault(kind, f"{status} {code}" if code != str(status) else code)
+    names = [cls.__name__ for cls in type(error).__mro__]
+    if "SSLError" in names or "SSLCertVerificationError" in names:
+        if "CERTIFICATE" in str(error).upper():
+            return Fault("endpoint", "its TLS certificate is not trusted")
+        return Fault("unreachable", "TLS failed")
+    for name in names:
+        if name in _WORDS:
+            return Fault(*_WORDS[name])
+    if isinstance(error, ValueError) and "endpoint" in str(error).lower():
+        return Fault("endpoint", "not a valid endpoint URL")
+    if isinstance(error, OSError) and "certificate" in str(error).lower():
+        return Fault("endpoint", "AWS_CA_BUNDLE names a file that does not exist")
+    return Fault("other", names[0]) if "BotoCoreError" in names else None
+
+
 def log_retry(line: str) -> None:
     log.warning(line)
 
@@ -87,5 +169,5 @@ class Patience:
         if left <= 0:
             return None
         self.failures += 1
-        bound = min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(self.failures - 1, 10))
+        bound = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self.failures - 1, 10))
         return min(self.rand() * bound, left)

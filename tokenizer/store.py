@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from tokenizer.retry import NotFound, StoreError, log_retry
 
@@ -286,6 +286,48 @@ def _select(root: str, stats: Any, match: Callable[[str], bool], named: bool) ->
             else:
                 listing.skipped.append(Skip(stat.key, reason))
     return listing
+
+
+class Connection(NamedTuple):
+    """A boto3 client, and what may be said of it: its endpoint, and where its credentials were found."""
+
+    client: Any
+    endpoint: str
+    credentials: str
+
+
+def connect(options: Options) -> Connection:
+    """A client as S3-compatible stores need it: on another endpoint than AWS, path-style names and no checksums that
+    were not asked for, each unless the user's environment or profile says otherwise.
+    """
+    import boto3
+    import botocore.session
+    from botocore.config import Config
+
+    core = botocore.session.get_session()
+    profile = core.get_scoped_config()
+    session = boto3.Session(botocore_session=core)
+    wait = min(options.patience / 2, 60.0)
+    settings: dict[str, Any] = {
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": options.threads + 4,  # the pool's threads, and callers beside them
+        "connect_timeout": max(1.0, min(wait, 10.0)),
+        "read_timeout": max(1.0, wait),
+    }
+    region = session.region_name or "us-east-1"
+    client = session.client("s3", region_name=region, config=Config(**settings))
+    endpoint = urlsplit(client.meta.endpoint_url)
+    if not re.search(r"\.amazonaws\.com(\.cn)?$", endpoint.hostname or ""):
+        for setting in ("request_checksum_calculation", "response_checksum_validation"):
+            if f"AWS_{setting.upper()}" not in os.environ and setting not in profile:
+                settings[setting] = "when_required"
+        own = profile.get("s3")
+        if not (isinstance(own, dict) and "addressing_style" in own):
+            settings["s3"] = {"addressing_style": "path"}
+        client = session.client("s3", region_name=region, config=Config(**settings))
+    found = session.get_credentials()
+    shown = endpoint._replace(netloc=endpoint.netloc.rpartition("@")[2]).geturl()
+    return Connection(client, shown, found.method if found else "none")
 
 
 def file_etag(stat: os.stat_result) -> str:
