@@ -1,0 +1,238 @@
+"""Manifests as a pure function: base Job from k8s/jobs + what one run needs -> the Job that is sent. No templates.
+
+All static policy stays in the YAML, where it can be read, diffed and validated; this file patches names, argv, sizes
+and the exit-code lists, which are generated from tokenizer.job.Exit: a pod and its failure policy cannot drift apart.
+The same arguments give the same bytes: sorted keys, no time stamps, no random names.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from dflashctl.errors import UsageError
+from tokenizer.job import Exit
+
+FAIL_JOB = {
+    "tokenize": (Exit.USAGE, Exit.SELF_CHECK, Exit.CONFIG),
+    "train": (Exit.USAGE, Exit.DATA, Exit.SELF_CHECK, Exit.DISK_FULL, Exit.DIVERGED, Exit.CONFIG),
+}
+FAIL_INDEX = {"tokenize": (Exit.DATA,), "train": ()}
+
+NAME_LIMIT = 40  # leaves room for -rN, the completion index and the pod's suffix below the 63 of a label
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mkMGTPE])?")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: An environment variable of such a name would put a secret in the manifest: it belongs in a Secret.
+_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE", re.IGNORECASE)
+_FREE_MAPS = frozenset({"labels", "annotations", "nodeSelector", "limits", "requests"})
+#: Optional fields that --set may add; every other path must already stand in the Job.
+_OPTIONAL = frozenset({
+    "spec.suspend",
+    "spec.template.spec.activeDeadlineSeconds", "spec.template.spec.hostNetwork",
+    "spec.template.spec.priorityClassName",
+    "spec.template.spec.runtimeClassName", "spec.template.spec.schedulerName", "spec.template.spec.dnsPolicy",
+    "spec.template.spec.nodeName", "spec.template.spec.shareProcessNamespace", "spec.activeDeadlineSeconds",
+    "spec.template.spec.containers.0.imagePullPolicy",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node profile (`[node.NAME]` of dflash.toml): what one pod asks for. Sizes are Kubernetes quantities."""
+
+    cpu: str = "4"
+    memory: str = "6Gi"
+    gpus: int = 0
+    shm: str = "64Gi"
+    selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    volumes: Mapping[str, str] = field(default_factory=dict)  # name -> size of its emptyDir, or "pvc:CLAIM"
+    split: str = ""  # default of train's --split
+
+
+@dataclass(frozen=True)
+class Run:
+    """One Job to submit. `job`: the Job's own name, `run` or `run-rN`. `argv`: what follows the image's entry point."""
+
+    kind: str  # "tokenize" | "train"
+    run: str
+    job: str
+    namespace: str
+    image: str
+    argv: Sequence[str]
+    node: Node
+    model: str
+    spec_sha256: str
+    completions: int = 1
+    parallelism: int = 1
+    queue: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    s3_secret: str = ""
+    service_account: str = ""
+    deadline_s: int | None = None
+    sets: Sequence[str] = ()
+
+
+def base(kind: str) -> dict[str, Any]:
+    """The base Job as it stands in k8s/jobs; installed or not, the same file."""
+    text = resources.files("dflashctl.k8s").joinpath(f"jobs/{kind}.yaml").read_text(encoding="utf-8")
+    value: dict[str, Any] = yaml.safe_load(text)
+    return value
+
+
+def max_failed_indexes(completions: int) -> int:
+    return max(1, -(-completions * 5 // 100))
+
+
+def render(base_job: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """The Job of `run`; raises UsageError that names the field for anything Kubernetes would refuse or drop."""
+    _check(run)
+    job = copy.deepcopy(dict(base_job))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    labels = {"app.kubernetes.io/instance": run.run, "dflashctl/run": run.run}
+    job["metadata"] |= {"name": run.job, "namespace": run.namespace}
+    job["metadata"]["labels"] |= labels | ({"kueue.x-k8s.io/queue-name": run.queue} if run.queue else {})
+    job["metadata"]["annotations"] = {"dflashctl/model": run.model, "dflashctl/spec-sha256": run.spec_sha256}
+    spec["template"]["metadata"]["labels"] |= labels
+    spec["podFailurePolicy"]["rules"] = _rules(spec["podFailurePolicy"]["rules"], run.kind, container["name"])
+    if run.queue:
+        spec["suspend"] = True  # Kueue admits it by un-suspending
+    if run.kind == "tokenize":
+        spec |= {
+            "completions": run.completions,
+            "parallelism": min(run.parallelism, run.completions),
+            "maxFailedIndexes": max_failed_indexes(run.completions),
+        }
+    if run.deadline_s is not None:
+        spec["activeDeadlineSeconds"] = run.deadline_s
+    container["image"] = run.image
+    container["args"] = [*container["args"], *run.argv]
+    container["env"] = [*container["env"], *({"name": k, "value": v} for k, v in sorted(run.env.items()))]
+    if run.s3_secret:
+        container["envFrom"] = [{"secretRef": {"name": run.s3_secret}}]
+    if run.service_account:
+        pod["serviceAccountName"] = run.service_account
+    _place(pod, container, run.node)
+    for assignment in run.sets:
+        _assign(job, assignment)
+    return job
+
+
+def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
+    """One YAML document an object: sorted keys, no line folding, no aliases; the same objects are the same bytes."""
+    dumper = type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    return "".join("---\n" + yaml.dump(dict(o), Dumper=dumper, sort_keys=True, width=10**9) for o in objects)
+
+
+def _rules(rules: Sequence[Mapping[str, Any]], kind: str, container: str) -> list[dict[str, Any]]:
+    """The base's own first rule (Ignore DisruptionTarget), then one rule an action from our exit codes."""
+    kept = [dict(r) for r in rules if r["action"] == "Ignore"]
+    for action, codes in (("FailJob", FAIL_JOB[kind]), ("FailIndex", FAIL_INDEX[kind])):
+        if codes:
+            on = {"containerName": container, "operator": "In", "values": sorted(int(c) for c in codes)}
+            kept.append({"action": action, "onExitCodes": on})
+    return kept
+
+
+def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
+    """Resources (requests equal limits: Guaranteed QoS), placement and volume sizes of the profile."""
+    size = {"cpu": node.cpu, "memory": node.memory}
+    if node.gpus:
+        size["nvidia.com/gpu"] = str(node.gpus)
+    for side in ("requests", "limits"):
+        kept = {k: v for k, v in container["resources"][side].items() if k != "nvidia.com/gpu"}
+        container["resources"][side] = kept | size
+    if node.selector:
+        pod["nodeSelector"] = dict(node.selector)
+    if node.tolerations:
+        pod["tolerations"] = [dict(t) for t in node.tolerations]
+    known = {v["name"]: v for v in pod["volumes"]}
+    wanted = dict(node.volumes) | ({"shm": node.shm} if "shm" in known else {})
+    for name, value in wanted.items():
+        if name not in known:
+            raise UsageError(f"`volumes.{name}` is no volume of this Job", f"known are {', '.join(sorted(known))}")
+        if value.startswith("pvc:"):
+            known[name].pop("emptyDir", None)
+            known[name]["persistentVolumeClaim"] = {"claimName": value[4:]}
+        else:
+            known[name].setdefault("emptyDir", {})["sizeLimit"] = value
+
+
+def _check(run: Run) -> None:
+    if not _DNS_LABEL.fullmatch(run.run) or len(run.run) > NAME_LIMIT:
+        raise UsageError(f"`--name` is `{run.run}`, not a DNS label of at most {NAME_LIMIT} characters",
+                         "use lower-case letters, digits and `-`")  # fmt: skip
+    if not run.image:
+        raise UsageError(
+            "no image is set", f"give `--image REF@sha256:...`, or `image` in `[{run.kind}]` of dflash.toml"
+        )
+    for name, value in (("parallelism", run.parallelism), ("shards", run.completions)):
+        if value < 1:
+            raise UsageError(f"`--{name}` is {value}, not a number from 1 up")
+    for name in run.env:
+        if not _ENV_NAME.fullmatch(name):
+            raise UsageError(f"`--env {name}` is no variable name")
+        if _SECRET_NAME.search(name):
+            raise UsageError(f"`--env {name}` would put a secret in the manifest", "name a Secret with `--s3-secret`")
+    sizes = {"cpu": run.node.cpu, "memory": run.node.memory}
+    sizes |= {f"volumes.{n}": v for n, v in run.node.volumes.items() if not v.startswith("pvc:")}
+    if run.kind == "train":
+        sizes["shm"] = run.node.shm
+        if run.node.gpus < 0:
+            raise UsageError(f"`gpus` is {run.node.gpus}, not a number from 0 up")
+    for name, value in sizes.items():
+        if not _QUANTITY.fullmatch(value):
+            raise UsageError(f"`{name}` is `{value}`, not a Kubernetes quantity such as 4, 500m or 16Gi")
+    if run.kind == "train" and quantity(run.node.shm) >= quantity(run.node.memory):
+        raise UsageError(f"`shm` {run.node.shm} is not below `memory` {run.node.memory}",
+                         "/dev/shm counts against the memory limit")  # fmt: skip
+    if run.kind == "tokenize" and run.node.gpus:
+        raise UsageError(f"`gpus` is {run.node.gpus}: tokenize pods see no GPU", "use a profile without gpus")
+
+
+def quantity(text: str) -> float:
+    """A Kubernetes quantity in its base unit: `500m` -> 0.5, `2Gi` -> 2**31."""
+    number = re.match(r"[0-9.]+", text)
+    assert number is not None  # _QUANTITY has been matched
+    unit = text[number.end() :]
+    if unit == "m":
+        return float(number.group()) / 1000
+    power = "KMGTPE".find(unit[:1].upper()) + 1 if unit else 0
+    step = 1024.0 if unit.endswith("i") else 1000.0
+    return float(number.group()) * float(step**power)
+
+
+def _assign(job: dict[str, Any], assignment: str) -> None:
+    """`a.b.0.c=value` on a field that stands in the Job, or that Kubernetes knows as optional; YAML gives the type."""
+    path, sign, text = assignment.partition("=")
+    if not sign or not path:
+        raise UsageError(f"`--set {assignment}` is not FIELD=VALUE")
+    parts, at = path.split("."), job
+    for i, part in enumerate(parts):
+        last, here = i == len(parts) - 1, ".".join(parts[: i + 1])
+        if isinstance(at, list):
+            if not part.isdigit() or int(part) >= len(at):
+                raise UsageError(f"`--set {path}`: there is no `{here}`")
+            if last:
+                at[int(part)] = yaml.safe_load(text)
+            else:
+                at = at[int(part)]
+            continue
+        free = i > 0 and parts[i - 1] in _FREE_MAPS
+        if not isinstance(at, dict) or (
+            part not in at and not free and here not in _OPTIONAL and part not in _FREE_MAPS
+        ):
+            raise UsageError(f"`--set {path}`: `{here}` is not a field of the Job")
+        if last or free:
+            # a label's own name holds dots: the rest of the path is one key
+            at[".".join(parts[i:]) if free else part] = text if free else yaml.safe_load(text)
+            return
+        at = at.setdefault(part, {}) if part in _FREE_MAPS else at[part]
