@@ -174,9 +174,9 @@ def _check(run: Run) -> None:
         raise UsageError(
             "no image is set", f"give `--image REF@sha256:...`, or `image` in `[{run.kind}]` of dflash.toml"
         )
-    for name, value in (("parallelism", run.parallelism), ("shards", run.completions)):
-        if value < 1:
-            raise UsageError(f"`--{name}` is {value}, not a number from 1 up")
+    for name, number in (("parallelism", run.parallelism), ("shards", run.completions)):
+        if number < 1:
+            raise UsageError(f"`--{name}` is {number}, not a number from 1 up")
     for name in run.env:
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(f"`--env {name}` is no variable name")
