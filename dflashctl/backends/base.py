@@ -1,0 +1,94 @@
+"""What a place that runs Jobs must be able to do; the verbs know no more about it than this.
+
+A *run* has one name for ever; its Jobs are `<run>`, `<run>-r2`, ... and only the newest one counts. Every index here is
+the plan's index. A backend knows processes (or pods), never datasets: what OUT holds is read by `dflashctl.records`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from dflashctl.errors import UsageError
+from dflashctl.progress import Snapshot
+
+BACKENDS = ("local",)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One Job to start: the plan's indexes `indexes` of OUT, of which `parallelism` run at once.
+
+    argv is the container's (`TokenizeArgs.to_argv`); job is the name of the Job, run the name that people use.
+    """
+
+    run: str
+    job: str
+    out: str
+    argv: tuple[str, ...]
+    indexes: tuple[int, ...]
+    parallelism: int
+    kind: str = "tokenize"
+
+    def document(self) -> dict[str, Any]:
+        """What `--dry-run` shows and what a backend keeps."""
+        return {**asdict(self), "argv": list(self.argv), "indexes": list(self.indexes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A run that a backend remembers; `created` is Unix seconds."""
+
+    run: str
+    kind: str
+    out: str
+    job: str
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One whole line of what an index printed, without its newline."""
+
+    index: int
+    text: str
+
+
+class Backend(Protocol):
+    """Effects, all of them; raises CliError with a remedy when it cannot."""
+
+    name: str
+
+    def submit(self, submission: Submission) -> None:
+        """Start the Job and return at once; the Job outlives the caller."""
+
+    def render(self, submission: Submission) -> dict[str, Any]:
+        """What `submit` would start, as a document; nothing is sent."""
+
+    def runs(self) -> list[Known]:
+        """Every run this backend remembers, newest first."""
+
+    def snapshot(self, run: str) -> Snapshot | None:
+        """Where the newest Job of the run stands; None: this backend does not know the run."""
+
+    def logs(self, run: str, indexes: Sequence[int] | None, previous: bool, follow: bool) -> Iterator[LogLine]:
+        """What the indexes (None: all) printed in their newest try, or in the one before it (`previous`).
+
+        With `follow` it goes on until the Job has ended.
+        """
+
+    def stop(self, run: str) -> None:
+        """Suspend the Job: its processes get SIGTERM; returns when they have ended."""
+
+    def unsuspend(self, run: str) -> None:
+        """Let a suspended Job go on where it stopped; returns at once."""
+
+
+def open_backend(name: str) -> Backend:
+    """The backend of that name; raises UsageError."""
+    if name == "local":
+        from dflashctl.backends.local import LocalBackend
+
+        return LocalBackend.here()
+    raise UsageError(f"backend {name!r} is not known", f"known are {', '.join(BACKENDS)}")

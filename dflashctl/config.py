@@ -1,0 +1,199 @@
+"""Where every setting comes from: flag, then environment, then dflash.toml, then the default.
+
+Each value keeps its origin, so that `doctor -v` can answer "why is it that". Unknown keys are refused by name: a
+misspelt key that is silently ignored costs a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflashctl.errors import UsageError
+
+FILE = "dflash.toml"
+PREFIX = "DFLASH_"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting: its type in dflash.toml and in the environment, and its default."""
+
+    kind: str  # "str" | "int" | "float" | "bool" | "list" | "json"
+    default: Any
+    help: str
+
+
+# The settings of each section; `""` is the top of the file. The flags of the verbs take their defaults from here.
+SCHEMA: dict[str, dict[str, Key]] = {
+    "": {
+        "backend": Key("str", None, "where runs go: local"),
+        "output": Key("str", "table", "format of stdout: table, wide, json, yaml, name"),
+    },
+    "tokenize": {
+        "input": Key("list", None, "files, directories, globs or prefixes of completions"),
+        "out": Key("str", None, "where the dataset goes: a path, file:// or s3://"),
+        "model": Key("str", None, "directory, s3:// prefix or hub id with the tokenizer and template"),
+        "parallelism": Key("int", 1, "how many indexes run at once"),
+        "shards": Key("int", None, "number of shards; default: about 96 MiB of input each"),
+        "workers": Key("int", None, "processes of one index; default: the CPUs it may use"),
+        "max_length": Key("int", None, "cut rows to this many tokens; default: no cut"),
+        "loss_on": Key("str", "all", "what is learnt: all the model emitted, or the response after its thinking"),
+        "preserve_thinking": Key("bool", False, "render with preserve_thinking, so that a conversation is one row"),
+        "min_loss_tokens": Key("int", 16, "rows with fewer learnt tokens are filtered"),
+        "template_kwargs": Key("json", {}, "chat_template_kwargs for rows that bring none"),
+        "generator": Key("str", "", "NAME@REV of the model that wrote the completions"),
+        "max_reject": Key("float", 0.01, "largest share of malformed lines before the dataset is refused"),
+        "batch_input": Key("list", [], "request files that OpenAI batch outputs are joined with"),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting and where it came from, in words."""
+
+    value: Any
+    origin: str
+
+
+def load_file(path: Path | None, cwd: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """The settings of dflash.toml by section, and the file's name (empty: there is none).
+
+    `path` is the file the user named, which must exist; else `cwd`/dflash.toml, which may not.
+    """
+    file = path or cwd / FILE
+    if path is None and not file.exists():
+        return {}, ""
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"`{file}` does not exist", "name another file with `--config`") from None
+    except OSError as error:
+        raise UsageError(f"`{file}` cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"`{file}` is not valid TOML: {error}") from None
+    sections: dict[str, dict[str, Any]] = {"": {}}
+    for name, entry in raw.items():
+        if isinstance(entry, dict):
+            if name not in SCHEMA:
+                raise UsageError(f"`{file}` has an unknown section `[{name}]`", _nearest(name, SCHEMA))
+            sections[name] = {key: _typed(file, name, key, value) for key, value in entry.items()}
+        else:
+            sections[""][name] = _typed(file, "", name, entry)
+    return sections, str(file)
+
+
+def _typed(file: Path, section: str, key: str, value: Any) -> Any:
+    where = f"{section}.{key}" if section else key
+    known = SCHEMA[section]
+    if key not in known:
+        raise UsageError(f"`{file}` has an unknown key `{where}`", _nearest(key, known))
+    kind = known[key].kind
+    if kind == "list":
+        value = [value] if isinstance(value, str) else value
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    elif kind == "float":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if fits else value
+    elif kind == "int":
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, {"str": str, "bool": bool, "json": dict}[kind])
+    if not fits:
+        raise UsageError(f"`{where}` in `{file}` is {value!r}, not {_A_KIND[kind]}")
+    return value
+
+
+_A_KIND = {
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a string or a list of strings",
+    "json": "a table",
+}
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, [key for key in known if key], n=1)
+    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(f'`{key}`' for key in known if key)}"
+
+
+def variable(section: str, key: str) -> str:
+    """The environment variable of a setting, e.g. `DFLASH_TOKENIZE_OUT`."""
+    return PREFIX + (f"{section}_{key}" if section else key).upper()
+
+
+def parse_text(kind: str, text: str, name: str) -> Any:
+    """A value from a flag or a variable; raises UsageError naming `name`."""
+    import json
+
+    try:
+        if kind == "int":
+            return int(text)
+        if kind == "float":
+            return float(text)
+        if kind == "bool":
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if kind == "list":
+            return text.split()
+        if kind == "json":
+            value = json.loads(text)
+            if not isinstance(value, dict):
+                raise ValueError
+            return value
+    except (ValueError, KeyError):
+        want = "a JSON object" if kind == "json" else _A_KIND[kind]
+        raise UsageError(f"`{name}` is {text!r}, not {want}") from None
+    return text
+
+
+def resolve(
+    section: str, flags: Mapping[str, Any], env: Mapping[str, str], sections: Mapping[str, dict[str, Any]], file: str
+) -> dict[str, Value]:
+    """Every setting of `section` with its origin; a flag that is None (or an empty list) was not given."""
+    values: dict[str, Value] = {}
+    for key, spec in SCHEMA[section].items():
+        flag, name = flags.get(key), variable(section, key)
+        if flag is not None and flag != []:
+            values[key] = Value(flag, "argument" if key == "input" else f"--{key.replace('_', '-')}")
+        elif env.get(name):
+            values[key] = Value(parse_text(spec.kind, env[name], name), f"environment {name}")
+        elif key in sections.get(section, {}):
+            values[key] = Value(sections[section][key], file)
+        else:
+            values[key] = Value(spec.default, "default")
+    return values
+
+
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """DFLASH_* variables that no setting reads; `doctor` shows them, since other tools may own them."""
+    known = {variable(section, key) for section, keys in SCHEMA.items() for key in keys} | {PREFIX + "CONFIG"}
+    return sorted(name for name in env if name.startswith(PREFIX) and name not in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings file and environment of one invocation; verbs ask it for a section."""
+
+    sections: Mapping[str, dict[str, Any]]
+    file: str
+    env: Mapping[str, str]
+    flags: Mapping[str, Any]  # global flags
+
+    def section(self, name: str, flags: Mapping[str, Any] | None = None) -> dict[str, Value]:
+        """Resolved settings of one section; `flags` are those of the verb."""
+        return resolve(name, flags if flags is not None else self.flags, self.env, self.sections, self.file)
+
+
+def load(config: str | None, flags: Mapping[str, Any]) -> Settings:
+    """Settings from the process environment and `config`, DFLASH_CONFIG or ./dflash.toml."""
+    named = config or os.environ.get(PREFIX + "CONFIG")
+    sections, file = load_file(Path(named) if named else None, Path.cwd())
+    return Settings(sections, file, dict(os.environ), flags)

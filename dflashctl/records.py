@@ -1,0 +1,189 @@
+"""What OUT itself says: its plan, its runs, its commits, and how it ended. OUT is the truth, above any local state.
+
+Reads are few and bounded: `status` may ask every second. Commit records never change once they are there, so each is
+read once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
+from dflashctl.model import Model
+from tokenizer.job import (
+    COMMITS_DIR,
+    DATASET,
+    LOGS_DIR,
+    PLAN,
+    REFUSED,
+    RUNS_DIR,
+    TOKENIZER_DIR,
+    Plan,
+    RunRecord,
+    commit_name,
+    in_order,
+    newest_gate,
+    run_name,
+    spec_difference,
+)
+from tokenizer.store import NotFound, Options, Store, StoreError, open_store
+
+THREADS = 16
+#: `status` says within about ten seconds that a store is not there; a submit may try for longer.
+QUICK, PATIENT = Options(patience=6.0), Options(patience=30.0)
+
+
+class Out:
+    """The records below one OUT."""
+
+    def __init__(self, uri: str, options: Options = QUICK) -> None:
+        try:
+            self.store: Store = open_store(uri, options)
+        except ValueError as error:
+            raise UsageError(f"OUT {error}") from None
+        self.uri = self.store.uri()
+        self._options = options
+        self._plan: Plan | None = None
+        self._commits: dict[int, dict[str, Any]] = {}
+
+    def plan(self) -> Plan | None:
+        """The plan, None where OUT has none; raises JobError for another contract version."""
+        if self._plan is None and (data := self._read(PLAN)) is not None:
+            self._plan = Plan.from_json(data)
+        return self._plan
+
+    def cached_plan(self) -> Plan | None:
+        """The plan if it was read before; asks nobody."""
+        return self._plan
+
+    def runs(self) -> list[RunRecord]:
+        """The records of every Job that was started on OUT, oldest first."""
+        keys = [stat.key for stat in self.store.list(f"{RUNS_DIR}/") if stat.key.endswith(".json")]
+        return in_order(RunRecord.from_json(data) for data in self._read_all(keys).values())
+
+    def dataset(self) -> dict[str, Any] | None:
+        """dataset.json: its presence is completeness."""
+        return self._json(DATASET)
+
+    def refused(self) -> dict[str, Any] | None:
+        """refused.json of the newest refusal."""
+        return self._json(REFUSED)
+
+    def committed(self) -> set[int]:
+        """Indexes that have a commit record."""
+        names = (re.fullmatch(rf"{COMMITS_DIR}/([0-9]{{5,}})\.json", s.key) for s in self.store.list(f"{COMMITS_DIR}/"))
+        return {int(match[1]) for match in names if match}
+
+    def commits(self, indexes: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """The commit records of those indexes; one that is not there is left out."""
+        wanted = [index for index in indexes if index not in self._commits]
+        for key, data in self._read_all([commit_name(index) for index in wanted]).items():
+            commit = _parse(key, data)
+            self._commits[commit["index"]] = commit
+        return {index: self._commits[index] for index in sorted(self._commits)}
+
+    def log_tails(self, job: str) -> list[str]:
+        """Keys of the kept log tails of failed tries of a Job, oldest first."""
+        return [stat.key for stat in self.store.list(f"{LOGS_DIR}/{job}/")]
+
+    def settle(self) -> None:
+        """Finalise or refuse, if every index has a commit and nobody has done it; idempotent.
+
+        Raises StoreError where OUT cannot be written.
+        """
+        plan = self.plan()
+        if plan is None or self.dataset() is not None or len(self.committed()) < len(plan.batches):
+            return
+        from tokenizer.shard import finalise
+
+        commits = self.commits(range(len(plan.batches)))
+        final = finalise(plan, list(commits.values()), newest_gate(self.runs()))  # type: ignore[arg-type]
+        if final.refusal is not None:
+            if self._read(REFUSED) != final.refusal:
+                self.store.put_bytes(REFUSED, final.refusal)
+            return
+        for name, data in final.files.items():
+            self.store.put_bytes(name, data, if_none_match=True)
+        self.store.delete(REFUSED)
+
+    # ---- writes of a submit
+
+    def lock(self, plan: Plan) -> Plan:
+        """PUT plan.json if OUT has none: who writes it owns OUT. Returns the plan that holds.
+
+        Raises TakenError, naming the field, where another spec is there.
+        """
+        if self.store.put_bytes(PLAN, plan.to_json(), if_none_match=True).created:
+            self._plan = plan
+            return plan
+        there = self.plan()
+        if there is None:
+            raise ApiError(f"`{self.uri}/{PLAN}` was removed while it was read", "run the command again")
+        if difference := spec_difference(plan.spec, there.spec):
+            raise TakenError(
+                f"OUT `{self.uri}` belongs to another spec: {difference}", "choose another --out, or the same settings"
+            )
+        return there
+
+    def put_tokenizer(self, model: Model) -> None:
+        """Upload the tokenizer files, and repair what another write has broken."""
+        for name, data in sorted(model.files.items()):
+            key = f"{TOKENIZER_DIR}/{name}"
+            if self._read(key) != data:
+                self.store.put_bytes(key, data)
+
+    def put_run(self, record: RunRecord) -> None:
+        """PUT runs/<job>.json before its Job; raises TakenError when another submit was faster."""
+        if not self.store.put_bytes(run_name(record.run), record.to_json(), if_none_match=True).created:
+            raise TakenError(
+                f"run `{record.run}` was started by someone else just now", "look at it with `dflashctl status`"
+            )
+
+    def check_writable(self) -> None:
+        """Write and remove a small object below OUT; raises PreflightError."""
+        key = f"{LOGS_DIR}/write-check"
+        try:
+            self.store.put_bytes(key, b"")
+            self.store.delete(key)
+        except StoreError as error:
+            raise PreflightError(f"OUT cannot be written: {error.message}", error.hint) from None
+
+    # ---- reading
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self.store.get_bytes(key)
+        except NotFound:
+            return None
+
+    def _json(self, key: str) -> dict[str, Any] | None:
+        data = self._read(key)
+        return None if data is None else _parse(key, data)
+
+    def _read_all(self, keys: list[str]) -> Mapping[str, bytes]:
+        """The objects of those keys; few one by one, many by several threads with a store each."""
+        if len(keys) < THREADS:
+            return {key: data for key in keys if (data := self._read(key)) is not None}
+
+        def some(part: list[str]) -> dict[str, bytes]:
+            other = Out(self.uri, self._options)
+            return {key: data for key in part if (data := other._read(key)) is not None}
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = list(pool.map(some, [keys[i::THREADS] for i in range(THREADS)]))
+        found = {key: data for part in parts for key, data in part.items()}
+        return {key: found[key] for key in keys if key in found}
+
+
+def _parse(key: str, data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(f"`{key}` of OUT is not a JSON object", "OUT was written to by something else")
+    return value

@@ -1,0 +1,191 @@
+"""Where a run stands: what its backend sees of processes and what OUT holds, folded into one status.
+
+`combine` is pure, so `status`, `wait`, `tokenize` and `ls` cannot disagree. OUT wins over any backend: a dataset that
+is complete has succeeded, whatever became of its Job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflashctl import plan as plans
+from dflashctl.backends.base import Backend, Known
+from dflashctl.config import Settings
+from dflashctl.errors import ApiError
+from dflashctl.progress import Index, Snapshot
+from dflashctl.records import QUICK, Out
+from tokenizer.job import RunRecord
+from tokenizer.store import StoreError
+
+LIVE = ("queued", "pending", "running")  # states that change by themselves
+ENDED = ("failed", "refused", "succeeded", "deleted")
+LATEST = "@latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What OUT says. total: indexes of the plan; commits: the records there are; refused: reasons, if it was."""
+
+    total: int = 0
+    commits: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    dataset: Mapping[str, Any] | None = None
+    refused: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One moment of a run. rows, tokens, loss_tokens, bytes: so far, all indexes together."""
+
+    run: str
+    kind: str
+    out: str
+    state: str
+    reason: str = ""
+    queue: str = ""
+    total: int = 0
+    succeeded: int = 0
+    active: int = 0
+    failed: tuple[int, ...] = ()
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    bytes: int = 0
+    total_bytes: int = 0
+    indexes: tuple[Index, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """The object of `status -o json`."""
+        return {
+            "schema": "dflashctl/status.v1",
+            "run": self.run,
+            "kind": self.kind,
+            "state": self.state,
+            "reason": self.reason,
+            "queue": self.queue,
+            "indexes": {
+                "total": self.total,
+                "succeeded": self.succeeded,
+                "active": self.active,
+                "failed": list(self.failed),
+            },
+            "rows": self.rows,
+            "tokens": self.tokens,
+        }
+
+
+def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
+    """The status of a run from what OUT and its backend say; `snapshot` None: the backend knows no Job of it."""
+    seen = {index.index: index for index in snapshot.indexes} if snapshot else {}
+    done = set(facts.commits) | {i for i, index in seen.items() if index.state == "succeeded"}
+    total = facts.total or (snapshot.total if snapshot else 0)
+    counted: list[Mapping[str, Any]] = [*facts.commits.values()]
+    counted += [index.message for i, index in seen.items() if i not in facts.commits]
+    state, reason = _state(facts, snapshot, total)
+    live = snapshot is not None and state in LIVE
+    totals = facts.dataset or {}
+    return Status(
+        run=known.run,
+        kind=known.kind,
+        out=known.out,
+        state=state,
+        reason=reason,
+        queue=snapshot.queue if snapshot else "",
+        total=total,
+        succeeded=total if facts.dataset else len(done),
+        active=snapshot.active if snapshot and live else 0,
+        failed=tuple(i for i in snapshot.failed if i not in facts.commits) if snapshot and not facts.dataset else (),
+        rows=int(totals.get("rows") or _sum(counted, "rows")),
+        tokens=int(totals.get("tokens") or _sum(counted, "tokens")),
+        loss_tokens=int(totals.get("loss_tokens") or _sum(counted, "loss_tokens")),
+        bytes=_sum([index.message for index in seen.values()], "bytes"),
+        total_bytes=_sum([index.message for index in seen.values()], "total_bytes"),
+        indexes=tuple(sorted(seen.values(), key=lambda index: index.index)),
+    )
+
+
+def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
+    if facts.dataset is not None:
+        return "succeeded", ""
+    if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
+        return snapshot.state, snapshot.reason
+    complete = total > 0 and len(facts.commits) >= total
+    if facts.refused is not None and complete:
+        return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
+    if snapshot is None:
+        return "deleted", "its Job is gone; OUT is not complete"
+    if snapshot.state == "succeeded":
+        if complete:
+            return "running", "every index has its commit, the dataset is not finalised yet"
+        return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
+    return snapshot.state, snapshot.reason
+
+
+def _sum(records: list[Mapping[str, Any]], key: str) -> int:
+    return sum(int(record.get(key) or 0) for record in records)
+
+
+# ---- effects: asking a backend and OUT
+
+
+def read_facts(out: Out) -> Facts:
+    """What OUT holds now; finalises it first if that is all that is missing. Raises JobError (StoreError)."""
+    plan = out.plan()
+    if plan is None:
+        return Facts()
+    total, dataset = len(plan.batches), out.dataset()
+    if dataset is not None:
+        return Facts(total, {}, dataset)
+    commits = out.commits(out.committed())
+    if len(commits) == total:
+        out.settle()
+        dataset = out.dataset()
+    return Facts(total, commits, dataset, None if dataset else out.refused())
+
+
+def look(backend: Backend, known: Known, out: Out) -> tuple[Status, str]:
+    """(status, what could not be read): a store that is not there is said, and the backend still answers."""
+    snapshot = backend.snapshot(known.run)
+    try:
+        return combine(known, read_facts(out), snapshot), ""
+    except StoreError as error:
+        plan = out.cached_plan()
+        return combine(known, Facts(len(plan.batches) if plan else 0), snapshot), error.message
+
+
+def find(reference: str, backend: Backend, settings: Settings) -> Known:
+    """The run that a user means by a name, `@latest` or the URI of an OUT; raises ApiError if nobody knows it."""
+    known = backend.runs()
+    if "/" in reference:
+        return _of_out(reference, known, None)
+    if reference == LATEST and known:
+        return known[0]
+    for run in known:
+        if run.run == reference:
+            return run
+    configured = settings.section("tokenize", {})["out"].value
+    if configured:
+        return _of_out(configured, known, None if reference == LATEST else reference)
+    if reference == LATEST:
+        raise ApiError(
+            "no run is known here", "name the OUT of one instead, e.g. `dflashctl status s3://bucket/dataset`"
+        )
+    raise ApiError(f"run `{reference}` is not known here", "see `dflashctl ls`, or name its OUT instead of the run")
+
+
+def _of_out(uri: str, known: list[Known], run: str | None) -> Known:
+    """The newest run (or that run) of an OUT, from its own records."""
+    out = Out(uri, QUICK)
+    records = [record for record in out.runs() if run in (None, plans.run_of(record.run))]
+    if not records:
+        what = f"run `{run}` is not known here, nor to `{out.uri}`" if run else f"`{out.uri}` holds no run"
+        raise ApiError(what, "see `dflashctl ls`")
+    return known_of(records[-1], out.uri, known)
+
+
+def known_of(record: RunRecord, out: str, known: list[Known]) -> Known:
+    """A record of OUT as a known run; what a backend remembers of it wins."""
+    name = plans.run_of(record.run)
+    here = next((k for k in known if k.run == name and k.out == out), None)
+    return here or Known(name, "tokenize", out, record.run, float(record.flags.get("created") or 0.0))
