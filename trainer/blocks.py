@@ -3,22 +3,47 @@
 Greedy throughout. The drafter is a function, the target is a verifier, so that the loop is a pure matter of counting:
 what a block yields is the drafted tokens that are the target's own choices, plus the target's next token (the bonus).
 
-Shapes: n committed tokens, m tokens of a block (its anchor first), K taps, H hidden size.
+Shapes: n committed tokens, m tokens of a block (its anchor first), B rows, S positions, K taps, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from trainer.drafter import Context, Drafter, noise_ids
 from trainer.target import Target, is_hybrid
 
 Propose = Callable[[Tensor, int, int], list[int]]
-"""(tap states [1, n, K * H] of what precedes the anchor, anchor token, how many to draft) -> drafted tokens."""
+"""(tap states [1, n, K * H] committed since its last call, anchor token, how many to draft) -> drafted tokens."""
+
+
+class Proposer:
+    """A drafter at one prompt: keeps the context keys and values of what is committed, never those of a block."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.drafter, self.target = drafter, target
+        self.context: Context = []
+        self.length = 0
+
+    @torch.no_grad()
+    def __call__(self, states: Tensor, anchor: int, count: int) -> list[int]:
+        fresh = self.drafter.context(states, self.length)
+        if self.context:
+            fresh = [
+                (torch.cat([keys, more_keys], 2), torch.cat([values, more_values], 2))
+                for (keys, values), (more_keys, more_values) in zip(self.context, fresh, strict=True)
+            ]
+        self.context, self.length = fresh, self.length + states.shape[1]
+        ids = noise_ids(torch.tensor([[anchor]], device=states.device), self.drafter.config)[:, : count + 1]
+        noise = self.drafter.embed(ids, self.target.embed_VH)
+        hidden = self.drafter(noise, self.context, torch.tensor([[self.length]], device=states.device))
+        drafted: list[int] = self.drafter.logits(hidden[0, 1:], self.target.head_VH).argmax(-1).tolist()
+        return drafted
 
 
 class Verifier(Protocol):
@@ -141,7 +166,7 @@ def decode(
         right = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
         emitted, stopped = _until_stop([*drafted[:right], chosen[right]][:room], stops)
         verifier.keep(len(emitted))
-        states = torch.cat([states, block_states[:, : len(emitted)]], 1)
+        states = block_states[:, : len(emitted)]
         tokens += emitted
         accepted.append(len(emitted))
     return Decoded(tokens, accepted)
@@ -164,3 +189,47 @@ def plain_greedy(prompt: Sequence[int], target: Target, max_new_tokens: int, sto
 def per_position(accepted: Sequence[int], block_size: int) -> list[float]:
     """Share of blocks with the first k drafted tokens right, k from 1 to block_size - 1: their sum + 1 is the mean."""
     return [sum(count > k for count in accepted) / len(accepted) for k in range(1, block_size)] if accepted else []
+
+
+@torch.no_grad()
+def walk(drafter: Drafter, target: Target, ids_BS: Tensor, loss_BS: Tensor) -> list[list[int]]:
+    """Yields of the blocks that serving would have drafted along stored rows: the held-out acceptance.
+
+    From a row's first loss token draft a block, count its right prefix, jump by it and one more; a block ends with the
+    loss tokens around its anchor, where the next span begins anew. Uniform anchors would weigh easy stretches too much.
+    ids_BS: int64, padded on the right. loss_BS: 1 where the target generated the token, 0 in padding.
+    """
+    config, device = drafter.config, target.device
+    context = drafter.context(target.states(ids_BS))
+    rows, loss = ids_BS.tolist(), loss_BS.tolist()
+    spans = [list(_spans(mask)) for mask in loss]
+    found: list[list[int]] = [[] for _ in rows]
+    while any(spans):
+        at = [row[0][0] if row else 0 for row in spans]
+        tokens = torch.tensor([[row[a]] for row, a in zip(rows, at, strict=True)], device=device)
+        noise = drafter.embed(noise_ids(tokens, config), target.embed_VH)
+        hidden = drafter(noise, context, torch.tensor(at, device=device)[:, None])
+        drafts = drafter.logits(hidden[:, 1:], target.head_VH).argmax(-1).tolist()
+        for row, spanned, drafted, counts in zip(rows, spans, drafts, found, strict=True):
+            if not spanned:
+                continue
+            start, end = spanned[0]
+            labels = row[start + 1 : min(start + config.block_size, end)]
+            right = next((i for i, token in enumerate(labels) if token != drafted[i]), len(labels))
+            counts.append(min(right + 1, len(labels)))
+            spanned[0] = (start + counts[-1], end)
+            if spanned[0][0] >= end - 1:  # a lone last token has nothing to predict
+                del spanned[0]
+    return found
+
+
+def _spans(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """[start, end) of every run of at least two loss tokens."""
+    start = None
+    for position, learnt in enumerate([*mask, 0]):
+        if learnt and start is None:
+            start = position
+        elif not learnt and start is not None:
+            if position - start > 1:
+                yield start, position
+            start = None

@@ -197,11 +197,12 @@ class Drafter(nn.Module):
     def forward(self, noise_BTH: Tensor, context: Context, anchors_BA: Tensor, rows_R: Tensor | None = None) -> Tensor:
         """Final hidden states of block tokens, after the last norm: what the target's output head takes.
 
-        noise_BTH: embeddings of `noise_ids`, times `input_embedding_scale`. context: from `context`, at least as long
-        as the last anchor. anchors_BA: int64, ascending a row, padded behind with 0. rows_R: indices into the B * T
-        block tokens to compute, all of them if None. Returns [B, T, H], or [R, H].
+        noise_BTH: embeddings of `noise_ids`, times `input_embedding_scale`; T / A is the block's length, since a server
+        cuts its last block short. context: from `context`, at least as long as the last anchor. anchors_BA: int64,
+        ascending a row, padded behind with 0. rows_R: indices into the B * T block tokens to compute, all of them if
+        None. Returns [B, T, H], or [R, H].
         """
-        blocks = Blocks.of(anchors_BA, self.config.block_size, context[0][0].shape[2])
+        blocks = Blocks.of(anchors_BA, noise_BTH.shape[1] // anchors_BA.shape[1], context[0][0].shape[2])
         turn = rotary(blocks.positions_BT, self.config, noise_BTH.dtype)
         x = noise_BTH
         last = len(self.layers) - 1

@@ -1,0 +1,45 @@
+"""`python -P -m trainer VERB`: what the CLI's child processes and the self-check run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tokenizer.job import Exit, JobError
+from trainer.job import EvalArgs, ExportArgs
+
+
+def _run(verb: str, argv: list[str]) -> None:
+    """Imports a verb's module only once its flags are right."""
+    if verb == "eval":
+        args = EvalArgs.from_argv(argv)
+        from trainer.evaluate import run as evaluate
+
+        evaluate(args)
+    elif verb == "export":
+        export_args = ExportArgs.from_argv(argv)
+        from trainer.export import run as export
+
+        export(export_args)
+    elif verb == "selfcheck" and len(argv) == 2:
+        from trainer.selfcheck import compare
+
+        compare(Path(argv[0]), Path(argv[1]))
+    else:
+        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "eval, export or selfcheck")
+
+
+def main(argv: list[str]) -> int:
+    """Exit code of a verb; a refusal is one line and its hint on stderr."""
+    try:
+        _run(argv[0] if argv else "", argv[1:])
+    except JobError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return int(error.code)
+    return int(Exit.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
