@@ -17,16 +17,14 @@ from tokenizer.fields import (
     REASONING,
     TOKEN_IDS,
     Json,
-    finish,
     kind,
     short,
-    token_ids,
     unknown,
     wrap_tools,
 )
 from tokenizer.job import Reject
 from tokenizer.messages import ROLES, Builder, Conversation, Reply
-from tokenizer.rollouts import Parts, batch, completion, responses
+from tokenizer.rollouts import Parts, batch, completion, ids_only, read_facts, responses
 
 __all__ = ["Conversation", "Lookup", "Reply", "loads", "parse"]
 
@@ -40,8 +38,6 @@ _PREFERENCE = frozenset(
     ("preferred_output", "non_preferred_output", "chosen", "rejected", "rejected_response", "rejected_messages")
 )
 _MEDIA_KEYS = frozenset((*MEDIA[:3], *(f"{m}s" for m in MEDIA[:3])))
-_IDS = frozenset(("prompt_token_ids", *TOKEN_IDS))
-_USAGE = frozenset(("usage", "completion_tokens"))
 # A row with no other key holds nothing beside its messages: the common case, told by one comparison.
 _PLAIN = frozenset(("messages", "conversations", "id"))
 
@@ -111,10 +107,10 @@ def parse(row: object, lookup: Lookup | None = None) -> Conversation:
     if parts.requests:
         _read_request(conv, parts.requests)
     last = max(conv.replies, default=-1)
-    if last < start and (not parts.facts or not _ids_only(conv, parts.facts)):
+    if last < start and (not parts.facts or not ids_only(conv, parts.facts)):
         raise Reject("no_completion", "no assistant turn that was generated")
     if parts.facts:
-        _read_facts(conv, start, parts.facts)
+        read_facts(conv, start, parts.facts)
     first = conv.messages[0]
     if first["role"] == "assistant":
         reply = conv.replies[0]
@@ -296,7 +292,7 @@ def _rendered(row: Json, text: str, source_id: str) -> Conversation:
     metadata = row.get("metadata")
     beside = [row, *([metadata] if type(metadata) is dict else [])]
     _read_request(conv, beside)
-    _read_facts(conv, 0, beside)
+    read_facts(conv, 0, beside)
     return conv
 
 
@@ -340,67 +336,3 @@ def _functions(value: object) -> list[Json] | None:
     if type(value) is list and all(type(f) is dict and {"name", "parameters"} <= f.keys() for f in value):
         return wrap_tools(value, "functions")
     return None
-
-
-def _ids_only(conv: Conversation, facts: list[Json]) -> bool:
-    """Adds the reply of a row that brings its ids and no text."""
-    if not any(fact.get(name) for fact in facts for name in TOKEN_IDS):
-        return False
-    conv.replies[len(conv.messages)] = Reply()
-    conv.messages.append({"role": "assistant"})
-    return True
-
-
-def _read_facts(conv: Conversation, start: int, facts: list[Json]) -> None:
-    """What is said beside the messages of the reply that was generated last."""
-    last = max(conv.replies)
-    reply = conv.replies[last]
-    ended = _first(facts, "finish_reason")
-    matched = _first(facts, "stop_reason")
-    if ended is None:
-        ended = _first(facts, "incomplete_details") or (matched if type(matched) is str else None)
-    elif type(matched) is str and ended == "stop":
-        ended = "stop_sequence"  # vLLM: the string that ended the reply in place of the end-of-turn token
-    if reply.finish == "stop":
-        reply.finish, bad = finish(ended)
-        reply.reject = reply.reject or bad
-    if any(not _IDS.isdisjoint(fact) for fact in facts):
-        try:
-            prompt_ids = token_ids(_first(facts, "prompt_token_ids"), "prompt_token_ids")
-            reply.prompt_token_ids = reply.prompt_token_ids or prompt_ids
-            for name in TOKEN_IDS:
-                reply.token_ids = reply.token_ids or token_ids(_first(facts, name), name)
-        except Reject as e:
-            reply.reject = reply.reject or e
-    if any(not _USAGE.isdisjoint(fact) for fact in facts):
-        _read_usage(conv, [n for n in conv.replies if n >= start], facts)
-
-
-def _first(facts: list[Json], name: str) -> Any:
-    for fact in facts:
-        value = fact.get(name)
-        if value is not None:
-            return value
-    return None
-
-
-def _read_usage(conv: Conversation, learnt: list[int], facts: list[Json]) -> None:
-    usage = _first(facts, "usage")
-    usage = usage if type(usage) is dict else {}
-    counts = [usage.get("completion_tokens"), usage.get("output_tokens"), _first(facts, "completion_tokens")]
-    count = next((c for c in counts if type(c) is int and c > 0), None)
-    if count is not None and len(learnt) == 1:
-        conv.replies[learnt[0]].output_tokens = count
-    thought = usage.get("reasoning_tokens")
-    for name in ("completion_tokens_details", "output_tokens_details"):
-        if type(usage.get(name)) is dict:
-            thought = thought or usage[name].get("reasoning_tokens")
-    if type(thought) is int and thought > 0 and conv.messages and not any(_thinks(conv, n) for n in learnt):
-        raise Reject("reasoning_lost", f"the server counted {thought} reasoning tokens, and the row holds no reasoning")
-
-
-def _thinks(conv: Conversation, n: int) -> bool:
-    message = conv.messages[n]
-    text = message.get("content", "")
-    inline = "</think>" in text or "<think>" in text
-    return inline or bool(message.get("reasoning_content") or conv.replies[n].token_ids)

@@ -1,7 +1,7 @@
 """Records of a server's answer beside its request: Responses-API rollouts and chat completions.
 
 Both are put into `Parts`: the request's messages, which the model did not generate here, and the answer's, which it
-did.
+did. What the server said about the answer (why it ended, its ids, its usage) is read last, for its last turn.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenizer.fields import TOKEN_IDS, Json, kind, short, unknown
+from tokenizer.fields import TOKEN_IDS, Json, finish, kind, short, token_ids, unknown
 from tokenizer.job import Reject
+from tokenizer.messages import Conversation, Reply
+
+_IDS = frozenset(("prompt_token_ids", *TOKEN_IDS))
+_USAGE = frozenset(("usage", "completion_tokens"))
 
 
 @dataclass(slots=True)
@@ -195,3 +199,67 @@ def batch(row: Json, asked: Json | None) -> Parts:
     if type(body.get("output")) is list:
         return responses(request, body)
     return completion(body, request)
+
+
+def ids_only(conv: Conversation, facts: list[Json]) -> bool:
+    """Adds the reply of a row that brings its ids and no text."""
+    if not any(fact.get(name) for fact in facts for name in TOKEN_IDS):
+        return False
+    conv.replies[len(conv.messages)] = Reply()
+    conv.messages.append({"role": "assistant"})
+    return True
+
+
+def read_facts(conv: Conversation, start: int, facts: list[Json]) -> None:
+    """What is said beside the messages of the reply that was generated last."""
+    last = max(conv.replies)
+    reply = conv.replies[last]
+    ended = _first(facts, "finish_reason")
+    matched = _first(facts, "stop_reason")
+    if ended is None:
+        ended = _first(facts, "incomplete_details") or (matched if type(matched) is str else None)
+    elif type(matched) is str and ended == "stop":
+        ended = "stop_sequence"  # vLLM: the string that ended the reply in place of the end-of-turn token
+    if reply.finish == "stop":
+        reply.finish, bad = finish(ended)
+        reply.reject = reply.reject or bad
+    if any(not _IDS.isdisjoint(fact) for fact in facts):
+        try:
+            prompt_ids = token_ids(_first(facts, "prompt_token_ids"), "prompt_token_ids")
+            reply.prompt_token_ids = reply.prompt_token_ids or prompt_ids
+            for name in TOKEN_IDS:
+                reply.token_ids = reply.token_ids or token_ids(_first(facts, name), name)
+        except Reject as e:
+            reply.reject = reply.reject or e
+    if any(not _USAGE.isdisjoint(fact) for fact in facts):
+        _read_usage(conv, [n for n in conv.replies if n >= start], facts)
+
+
+def _first(facts: list[Json], name: str) -> Any:
+    for fact in facts:
+        value = fact.get(name)
+        if value is not None:
+            return value
+    return None
+
+
+def _read_usage(conv: Conversation, learnt: list[int], facts: list[Json]) -> None:
+    usage = _first(facts, "usage")
+    usage = usage if type(usage) is dict else {}
+    counts = [usage.get("completion_tokens"), usage.get("output_tokens"), _first(facts, "completion_tokens")]
+    count = next((c for c in counts if type(c) is int and c > 0), None)
+    if count is not None and len(learnt) == 1:
+        conv.replies[learnt[0]].output_tokens = count
+    thought = usage.get("reasoning_tokens")
+    for name in ("completion_tokens_details", "output_tokens_details"):
+        if type(usage.get(name)) is dict:
+            thought = thought or usage[name].get("reasoning_tokens")
+    if type(thought) is int and thought > 0 and conv.messages and not any(_thinks(conv, n) for n in learnt):
+        raise Reject("reasoning_lost", f"the server counted {thought} reasoning tokens, and the row holds no reasoning")
+
+
+def _thinks(conv: Conversation, n: int) -> bool:
+    message = conv.messages[n]
+    text = message.get("content", "")
+    inline = "</think>" in text or "<think>" in text
+    return inline or bool(message.get("reasoning_content") or conv.replies[n].token_ids)
