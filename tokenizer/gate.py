@@ -118,7 +118,7 @@ def degenerate_reasons(
 
 
 def merge_supervised(parts: Iterable[Iterable[Supervised]]) -> list[Supervised]:
-    """Counts of equal texts added up, most common first. A part lists what is in 1 % of its rows, so a sum may miss 1 %."""
+    """Counts of equal texts added up, most common first; a part lists only what is in 1 % of its rows."""
     texts: dict[str, Supervised] = {}
     for part in parts:
         for s in part:
@@ -217,7 +217,7 @@ def finalise(plan: Plan, commits: Sequence[Commit], gate: GateFlags) -> Final:
     if reasons:
         return Final({}, canonical({**record, "reasons": reasons}), tuple(reasons))
     record["shards"] = [
-        {**c["shard"], **{k: c[k] for k in ("index", "rows", "tokens", "loss_tokens", "content_sha256")}}  # type: ignore[literal-required]
+        {**c["shard"], **{k: c[k] for k in ("index", "rows", "tokens", "loss_tokens", "content_sha256")}}
         for c in ordered
     ]
     files = {

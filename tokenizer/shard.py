@@ -124,7 +124,7 @@ def batch_digest(batch: pa.RecordBatch) -> bytes:
             offsets = column.offsets.to_numpy()
             digest.update(np.diff(offsets).astype("<i8").tobytes())
             values = column.values.to_numpy()[offsets[0] : offsets[-1]] if len(column) else np.zeros(0, np.int8)
-            digest.update(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False))
+            digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
         elif pa.types.is_string(column.type):
             texts = [t.encode() for t in column.to_pylist()]
             digest.update(np.array([len(t) for t in texts], "<i8").tobytes())

@@ -1,0 +1,70 @@
+"""OpenAI batch requests by custom_id, spooled to disk: batch outputs bring only the id of what was asked."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizer import read
+from tokenizer.job import Obj, Reject
+from tokenizer.store import Options, locate
+
+AMBIGUOUS = b""  # stands for an id that two different requests bear
+
+
+class Spool:
+    """A SQLite file: custom_id -> the request's line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, obj: Obj, options: Options) -> str:
+        """Adds the requests of one object; returns the SHA-256 (hex) of the bytes read.
+
+        Lines that are no requests are passed over: whoever needs one of them finds its id missing.
+        """
+        store, key = locate(obj.key, options)
+        source = read.Source(store, key, etag=obj.etag, size=obj.size)
+        with sqlite3.connect(self.path) as base:
+            base.execute("PRAGMA journal_mode = OFF")
+            base.execute("PRAGMA synchronous = OFF")
+            base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
+            for chunk in source.chunks():
+                for line in chunk:
+                    if line.reject is None and (custom_id := _custom_id(line.raw)) is not None:
+                        base.execute(
+                            "INSERT INTO requests VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET line = ?"
+                            " WHERE line != excluded.line",
+                            (custom_id, line.raw, AMBIGUOUS),
+                        )
+            base.commit()
+        return source.sha256()
+
+    def lookup(self) -> Callable[[str], dict[str, Any] | None]:
+        """The request of an id, None if there is none; Reject `no_prompt` if two requests share it. After the fork."""
+        base = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+
+        def find(custom_id: str) -> dict[str, Any] | None:
+            row = base.execute("SELECT line FROM requests WHERE id = ?", (custom_id,)).fetchone()
+            if row is None:
+                return None
+            if row[0] == AMBIGUOUS:
+                raise Reject("no_prompt", f"custom_id {custom_id!r} is in several different requests")
+            value: dict[str, Any] = json.loads(row[0])
+            return value
+
+        return find
+
+
+def _custom_id(raw: bytes) -> str | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
+        return None
+    custom_id = value.get("custom_id")
+    return custom_id if isinstance(custom_id, str) else None

@@ -1,0 +1,227 @@
+"""Forked workers: one single-threaded parent hands out tasks, children do them and report over a socket.
+
+What is loaded before the fork is shared; threads are started in children alone (a lock held by a thread at the fork
+would never be released). Messages are JSON lines: {"next"}, {"progress"}, {"warning"}, {"error"} upwards,
+a task number or an empty line (no more) downwards. A child whose parent is gone ends at its next message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tokenizer.job import Exit, JobError
+
+Report = Callable[[dict[str, int]], None]  # what a task calls with its progress since the last call
+TICK = 0.5  # seconds between two looks at the world while all workers are busy
+
+
+class WorkerFailed(JobError):
+    """A worker's error in its parent; `trace` is the worker's traceback, for the log file alone."""
+
+    def __init__(self, code: Exit, message: str, hint: str = "", trace: str = "") -> None:
+        super().__init__(code, message, hint)
+        self.trace = trace
+
+
+def describe(error: BaseException) -> tuple[Exit, str, str, str]:
+    """Exit code, message, hint and traceback of any exception: what is not ours is tried again (75)."""
+    trace = (
+        "" if isinstance(error, JobError) and error.__cause__ is None else "".join(traceback.format_exception(error))
+    )
+    if isinstance(error, WorkerFailed):
+        return error.code, error.message, error.hint, error.trace
+    if isinstance(error, JobError):
+        return error.code, error.message, error.hint, trace
+    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+        where = f" at {error.filename}" if error.filename else ""
+        return Exit.DISK_FULL, f"no space left on the disk{where}", "give the scratch volume more room", trace
+    if isinstance(error, MemoryError):
+        return Exit.RETRY, "out of memory", "give the pod more memory or fewer --workers", trace
+    return (
+        Exit.RETRY,
+        f"internal error, {type(error).__name__}: {error}",
+        "report it with the log below OUT/logs",
+        trace,
+    )
+
+
+def run(
+    tasks: Sequence[int],
+    workers: int,
+    work: Callable[[Callable[[], int | None], Report], None],
+    on_progress: Callable[[dict[str, int]], None],
+    on_tick: Callable[[], None] = lambda: None,
+    on_warning: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Runs `work(next_task, report)` in min(workers, tasks) children until all tasks are done, in the order given.
+
+    work: called once in each child; takes tasks from next_task() until that is None. on_tick is called at least every
+    TICK seconds, in the parent; on_warning gets what children log. Raises the first failure as WorkerFailed; then, as on any exception here, no child is
+    left behind.
+    """
+    queue = list(reversed(tasks))
+    children: dict[socket.socket, int] = {}
+    selector = selectors.DefaultSelector()
+    buffers: dict[socket.socket, bytes] = {}
+    try:
+        for _ in range(min(workers, len(tasks))):
+            here, there = socket.socketpair()
+            pid = _fork(work, there, [here, *children])
+            there.close()
+            children[here] = pid
+            buffers[here] = b""
+            selector.register(here, selectors.EVENT_READ)
+        while children:
+            for key, _ in selector.select(TICK):
+                channel = key.fileobj
+                assert isinstance(channel, socket.socket)
+                try:
+                    data = channel.recv(1 << 16)
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    selector.unregister(channel)
+                    pid = children.pop(channel)
+                    channel.close()
+                    _reap(pid)
+                    continue
+                *lines, buffers[channel] = (buffers[channel] + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if "error" in message:
+                        code, text, hint, trace = message["error"]
+                        raise WorkerFailed(Exit(code), text, hint, trace)
+                    if "progress" in message:
+                        on_progress(message["progress"])
+                    if "warning" in message:
+                        on_warning(message["warning"])
+                    if "next" in message:
+                        with contextlib.suppress(BrokenPipeError):
+                            channel.sendall(b"%d\n" % queue.pop() if queue else b"\n")
+            on_tick()
+    finally:
+        for channel, pid in children.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            channel.close()
+        selector.close()
+
+
+def _reap(pid: int) -> None:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = ", most often for lack of memory" if -status == signal.SIGKILL else ""
+        raise WorkerFailed(
+            Exit.RETRY, f"a worker process was ended by {name}{why}", "give the pod more memory or fewer --workers"
+        )
+    if status:
+        raise WorkerFailed(Exit.RETRY, f"a worker process ended with {status} and no word", "see the log")
+
+
+def _fork(work: Callable[[Callable[[], int | None], Report], None], channel: socket.socket, close: list[Any]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        for other in close:
+            other.close()
+        _child(work, channel)
+        status = 0
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            channel.sendall(json.dumps({"error": describe(error)}).encode() + b"\n")
+            status = 0  # the message says it all
+    finally:
+        os._exit(status)
+
+
+class _Upwards(logging.Handler):
+    """Warnings of a child, from any of its threads, as messages to the parent."""
+
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self.send({"warning": record.getMessage()})
+
+
+def _child(work: Callable[[Callable[[], int | None], Report], None], channel: socket.socket) -> None:
+    replies = _lines(channel)
+    lock = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        with lock:
+            channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def next_task() -> int | None:
+        send({"next": True})
+        answer = next(replies, b"")
+        return int(answer) if answer else None
+
+    def report(progress: dict[str, int]) -> None:
+        send({"progress": progress})
+
+    logger = logging.getLogger("tokenizer")
+    logger.handlers = [_Upwards(send)]
+    logger.propagate = False
+    work(next_task, report)
+
+
+def _lines(channel: socket.socket) -> Iterator[bytes]:
+    buffer = b""
+    while data := channel.recv(4096):
+        *lines, buffer = (buffer + data).split(b"\n")
+        yield from lines
+
+
+def cpus() -> int:
+    """CPUs that this process may use: the affinity mask, cut by the cgroup's quota (v1 and v2), at least 1."""
+    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for quota in _quotas():
+        count = min(count, quota)
+    return max(1, int(count + 0.5))
+
+
+def _quotas(root: str = "/sys/fs/cgroup") -> Iterator[float]:
+    """Quotas in CPUs of the cgroup that a container sees at its root (and, in v2, of its own path below it)."""
+    own = ""
+    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="ascii") as file:
+        own = next((line[3:].strip() for line in file if line.startswith("0::")), "")
+    folders = {root}
+    while own not in ("", "/"):
+        folders.add(root + own)
+        own = os.path.dirname(own)
+    for folder in sorted(folders):
+        with contextlib.suppress(OSError, ValueError), open(f"{folder}/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+            if quota != "max":
+                yield int(quota) / int(period)
+    for folder in (f"{root}/cpu", f"{root}/cpu,cpuacct"):
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"{folder}/cpu.cfs_quota_us", encoding="ascii") as file:
+                quota_us = int(file.read())
+            with open(f"{folder}/cpu.cfs_period_us", encoding="ascii") as file:
+                period_us = int(file.read())
+            if quota_us > 0:
+                yield quota_us / period_us
