@@ -10,6 +10,7 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,11 +91,8 @@ class Converter:
                 entry.rejected = [(None, reject)]
             except Exception as error:
                 # a bug, not bad data: it must not pass for a reject, and whoever mends it needs the line
-                raise JobError(
-                    Exit.RETRY,
-                    f"{self.path}:{line.number}: internal error, {type(error).__name__}: {error}",
-                    "report it",
-                ) from error
+                what = f"{self.path}:{line.number}: internal error, {type(error).__name__}: {error}"
+                raise JobError(Exit.RETRY, what, "report it with the log below OUT/logs") from error
             entry.last = len(rows)
             entries.append(entry)
             if size > BATCH_CHARS:
@@ -232,7 +230,7 @@ def spans(mask: Any) -> list[tuple[int, int, bool]]:
     if not len(mask):
         return []
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    return [(a, b, bool(mask[a])) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b, bool(mask[a])) for a, b in pairwise(edges)]
 
 
 def sample(row_id: str, rows: Rows, row: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

@@ -281,9 +281,8 @@ def main(argv: list[str]) -> int:
         args = TokenizeArgs.from_argv(argv)
         store = open_store(args.out, POD)
     except (JobError, ValueError) as error:
-        code, text, hint, _ = workers.describe(
-            error if isinstance(error, JobError) else JobError(Exit.USAGE, str(error))
-        )
+        known = error if isinstance(error, JobError) else JobError(Exit.USAGE, str(error))
+        code, text, hint, _ = workers.describe(known)
         log.say("failed", level="error", message=text, hint=hint, exit=int(code))
         terminate({"exit": int(code), "reason": code.name.lower(), "message": text, "hint": hint})
         return int(code)
@@ -296,11 +295,8 @@ def main(argv: list[str]) -> int:
 
         def load(folder: Path) -> Model:
             spec = job.plan.spec
-            return load_model(
-                fetch_tokenizer(store, spec, folder / "tokenizer"),
-                spec,
-                sum(o.size for o in job.plan.batches[index].objects),
-            )
+            total = sum(o.size for o in job.plan.batches[index].objects)
+            return load_model(fetch_tokenizer(store, spec, folder / "tokenizer"), spec, total)
 
         run_index(task, job, index, load)
 

@@ -16,10 +16,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from tokenizer.closing import Closed, close, missing_commits, read_commit, read_runs
 from tokenizer.gate import Commit, Final, Supervised, check_keys, features, finalise, summary
 
 __all__ = [
     "SCHEMA",
+    "Closed",
     "Commit",
     "Final",
     "Rows",
@@ -27,11 +29,15 @@ __all__ = [
     "batch_digest",
     "batches",
     "check_keys",
+    "close",
     "content_sha256",
     "cut",
     "finalise",
     "join",
     "loss_per_row",
+    "missing_commits",
+    "read_commit",
+    "read_runs",
     "record_batch",
     "select",
     "summary",

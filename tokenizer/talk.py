@@ -21,7 +21,7 @@ def now() -> str:
 
 
 class Log:
-    """Lines {"time", "level", "event", ...fields, ...} to `stream`; the last 64 KiB of them, and tracebacks, in `tail`."""
+    """Lines {"time", "level", "event", ...} to `stream`; the last 64 KiB of them, and tracebacks, in `tail`."""
 
     def __init__(self, stream: IO[str], **fields: Any) -> None:
         self.stream = stream

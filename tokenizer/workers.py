@@ -48,12 +48,8 @@ def describe(error: BaseException) -> tuple[Exit, str, str, str]:
         return Exit.DISK_FULL, f"no space left on the disk{where}", "give the scratch volume more room", trace
     if isinstance(error, MemoryError):
         return Exit.RETRY, "out of memory", "give the pod more memory or fewer --workers", trace
-    return (
-        Exit.RETRY,
-        f"internal error, {type(error).__name__}: {error}",
-        "report it with the log below OUT/logs",
-        trace,
-    )
+    text = f"internal error, {type(error).__name__}: {error}"
+    return Exit.RETRY, text, "report it with the log below OUT/logs", trace
 
 
 def run(
@@ -67,8 +63,8 @@ def run(
     """Runs `work(next_task, report)` in min(workers, tasks) children until all tasks are done, in the order given.
 
     work: called once in each child; takes tasks from next_task() until that is None. on_tick is called at least every
-    TICK seconds, in the parent; on_warning gets what children log. Raises the first failure as WorkerFailed; then, as on any exception here, no child is
-    left behind.
+    TICK seconds, in the parent; on_warning gets what children log. Raises the first failure as WorkerFailed; then, as
+    on any other exception here, no child is left behind.
     """
     queue = list(reversed(tasks))
     children: dict[socket.socket, int] = {}
