@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers as hf
 
+from trainer.config import DrafterConfig
+from trainer.drafter import Drafter
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -70,3 +73,26 @@ def saved(build: Callable[[], Any], folder: Path) -> Path:
     path = folder / "target"
     build().save_pretrained(path)
     return path
+
+
+def drafter(**overrides: Any) -> Drafter:
+    """A random drafter for the targets above: 2 layers, the first sliding, taps 1, 3 and 4."""
+    values: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 96,
+        "num_target_layers": 6,
+        "target_layer_ids": (1, 3, 4),
+        "mask_token_id": 95,
+        "block_size": 5,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 7,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    return Drafter(DrafterConfig(**values | overrides)).init(0).eval()

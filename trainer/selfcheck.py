@@ -54,19 +54,24 @@ def _logits(drafter: Drafter, problem: Mapping[str, Tensor]) -> Tensor:
     return drafter.logits(hidden, problem["head"])
 
 
-def self_check(tensors: Mapping[str, Tensor], config: DrafterConfig, export: Path) -> None:
-    """Compare z-lab directory `export` with the drafter of these bfloat16 tensors. JobError(70) says what differs."""
+def record(tensors: Mapping[str, Tensor], config: DrafterConfig, reference: Path) -> None:
+    """Write what the drafter of these bfloat16 tensors means and computes, for `compare`."""
     drafter = Drafter(config)
     drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     problem = _problem(config)
     cos, sin = rotary(problem["positions"], config, torch.float32)
     known = problem | {"logits": _logits(drafter.eval(), problem), "cos": cos[0], "sin": sin[0]}
     meaning = {name: getattr(config, name) for name in MEANING}
+    save_file(known, reference, metadata={"config": json.dumps(meaning)})
+
+
+def self_check(tensors: Mapping[str, Tensor], config: DrafterConfig, export: Path) -> None:
+    """Compare z-lab directory `export` with the drafter of these bfloat16 tensors. JobError(70) says what differs."""
     package = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference.safetensors"
-        save_file(known, reference, metadata={"config": json.dumps(meaning)})
+        record(tensors, config, reference)
         child = subprocess.run(
             [sys.executable, "-P", "-m", "trainer", "selfcheck", str(export), str(reference)],
             env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
@@ -75,7 +80,8 @@ def self_check(tensors: Mapping[str, Tensor], config: DrafterConfig, export: Pat
         )
     if child.returncode:
         lines = child.stderr.strip().splitlines() or [f"exit {child.returncode} without a word"]
-        raise JobError(Exit.SELF_CHECK, f"self-check of the export: {lines[0]}", "the files do not hold the drafter")
+        why = lines[0].removeprefix("error: ")
+        raise JobError(Exit.SELF_CHECK, f"self-check of the export: {why}", "the files do not hold the drafter")
 
 
 def compare(export: Path, reference: Path) -> None:
