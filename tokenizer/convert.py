@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,27 +20,20 @@ import pyarrow as pa
 from tokenizer import chat, dialects
 from tokenizer.encode import Encoded, Encoder
 from tokenizer.job import Exit, JobError, Reject, Spec
+from tokenizer.read import LONGEST_LINE, Chunk
 from tokenizer.shard import Rows, cut, loss_per_row, record_batch, select
 from tokenizer.tally import SAMPLES, Frequent, Tally, text_hash
 
-RAW_LIMIT = 64 << 10  # bytes kept of an over-long line
 BATCH_CHARS = 32 << 20  # rendered characters encoded at once: bounds memory where many turns share a long history
 SAMPLE_CHARS = 400
-
-
-class Line(NamedTuple):
-    """One input line: number (from 1, blank lines counted), bytes without the newline, or the reason against it."""
-
-    number: int
-    raw: bytes
-    reject: Reject | None = None
 
 
 @dataclass(slots=True)
 class _Entry:
     """A line between parsing and encoding; its rows are rows[first:last] of the pending ones."""
 
-    line: Line
+    number: int  # from 1, blank lines counted
+    raw: bytes
     source_id: str = ""
     first: int = 0
     last: int = 0
@@ -76,36 +69,37 @@ class Converter:
         self.tally = Tally()
         self.frequent = Frequent()
 
-    def chunk(self, lines: Iterable[Line]) -> Iterator[Output]:
+    def chunk(self, chunk: Chunk) -> Iterator[Output]:
         """The outputs of one chunk of lines: one, or more where the rendered text is far longer than the input."""
         entries: list[_Entry] = []
         rows: list[chat.TextRow] = []
         size = 0
-        for line in lines:
-            if line.reject is None and not line.raw.strip():
-                continue
-            entry = _Entry(line, first=len(rows))
+        for number, raw in chunk.numbered():
+            entry = _Entry(number, raw, first=len(rows))
             try:
                 size += self._parse(entry, rows)
             except Reject as reject:
                 entry.rejected = [(None, reject)]
             except Exception as error:
                 # a bug, not bad data: it must not pass for a reject, and whoever mends it needs the line
-                what = f"{self.path}:{line.number}: internal error, {type(error).__name__}: {error}"
+                what = f"{self.path}:{number}: internal error, {type(error).__name__}: {error}"
                 raise JobError(Exit.RETRY, what, "report it with the log below OUT/logs") from error
             entry.last = len(rows)
             entries.append(entry)
             if size > BATCH_CHARS:
                 yield self._flush(entries, rows)
                 entries, rows, size = [], [], 0
+        if chunk.too_long is not None:
+            number, head = chunk.too_long
+            entry = _Entry(number, whole_characters(head), first=len(rows), last=len(rows))
+            entry.rejected = [(None, Reject("line_too_long", f"longer than {LONGEST_LINE >> 20} MiB"))]
+            entries.append(entry)
         if entries:
             yield self._flush(entries, rows)
 
     def _parse(self, entry: _Entry, rows: list[chat.TextRow]) -> int:
         """Adds the line's rows; returns their characters. Raises Reject for the whole line."""
-        if entry.line.reject is not None:
-            raise entry.line.reject
-        conversation = dialects.parse(dialects.loads(entry.line.raw), self.lookup)
+        conversation = dialects.parse(dialects.loads(entry.raw), self.lookup)
         entry.source_id = conversation.source_id
         kept, rejected = chat.rows(conversation, self.renderer, self.options)
         rows += kept
@@ -144,7 +138,7 @@ class Converter:
             turns = entry.rejected
             if fates:
                 turns = turns + [(text_rows[r].turn, fates[r]) for r in range(entry.first, entry.last) if r in fates]
-            line_id = f"{self.path}:{entry.line.number}#"
+            line_id = f"{self.path}:{entry.number}#"
             taken = [r for r in range(entry.first, entry.last) if r not in fates]
             for row in taken:
                 ids.append(f"{line_id}{text_rows[row].turn}")
@@ -159,7 +153,7 @@ class Converter:
             else:
                 tally.lines_kept += 1
                 tally.turns_rejected.update(reject.reason for _, reject in turns)
-            rejects += [self._reject(entry.line, turn, reject) for turn, reject in turns]
+            rejects += [self._reject(entry, turn, reject) for turn, reject in turns]
         tally.rows += len(ids)
         tally.tokens += len(kept.ids)
         tally.loss_tokens += int(kept_loss.sum())
@@ -193,19 +187,18 @@ class Converter:
                 fates[row] = Reject("too_few_loss_tokens", f"{int(loss[row])} loss tokens, the least is {least}")
         return fates
 
-    def _reject(self, line: Line, turn: int | None, reject: Reject) -> bytes:
-        raw = whole_characters(line.raw[:RAW_LIMIT]) if reject.reason == "line_too_long" else line.raw
+    def _reject(self, entry: _Entry, turn: int | None, reject: Reject) -> bytes:
         record: dict[str, Any] = {
             "object": self.path,
-            "line": line.number,
+            "line": entry.number,
             "turn": turn,
             "reason": reject.reason,
             "detail": reject.detail,
         }
         try:
-            record["raw"] = raw.decode()
+            record["raw"] = entry.raw.decode()
         except UnicodeDecodeError:
-            record |= {"raw": base64.b64encode(raw).decode(), "encoding": "base64"}
+            record |= {"raw": base64.b64encode(entry.raw).decode(), "encoding": "base64"}
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
 

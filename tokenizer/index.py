@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizer import chat, read, requests, workers
+from tokenizer import chat, requests, workers
 from tokenizer.convert import Converter
 from tokenizer.encode import Encoder
 from tokenizer.gate import LISTED_TEXT, Commit
@@ -31,6 +31,7 @@ from tokenizer.job import (
     rejected_name,
     shard_name,
 )
+from tokenizer.read import LineReader
 from tokenizer.shard import batch_digest, content_sha256, join
 from tokenizer.store import Options, Store, locate
 from tokenizer.tally import Tally, repeated
@@ -86,14 +87,14 @@ def convert_object(
     store, key = locate(obj.key, options)
     converter = Converter(obj.path, model.encoder, model.renderer, model.options, spec, lookup)
     digests: list[str] = []
-    source = read.Source(store, key, etag=obj.etag, size=obj.size)
+    lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
     told = {"rows": 0, "tokens": 0, "loss_tokens": 0, "bytes": 0}
     with (
         _part(folder, task, "arrow").open("wb") as messages,
         _part(folder, task, "jsonl").open("wb") as rejects,
         _part(folder, task, "hashes").open("wb") as hashes,
     ):
-        for chunk in source.chunks():
+        for chunk in lines:
             for output in converter.chunk(chunk):
                 if output.batch is not None:
                     messages.write(output.batch.serialize())
@@ -105,13 +106,13 @@ def convert_object(
                 "rows": tally.rows,
                 "tokens": tally.tokens,
                 "loss_tokens": tally.loss_tokens,
-                "bytes": source.bytes_read,
+                "bytes": lines.bytes_read,
             }
             report({name: total[name] - told[name] for name in told})
             told = total
             gc.collect()
     record = {
-        "sha256": source.sha256(),
+        "sha256": lines.sha256,
         "digests": digests,
         "tally": converter.tally.to_json(),
         "texts": {key.hex(): text for key, text in converter.frequent.texts.items()},

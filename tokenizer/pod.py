@@ -56,7 +56,7 @@ class Task:
     log: Log
     attempt: int = 0
     index: int | None = None  # of the plan
-    totals: dict[str, int] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def run_index(
             on_tick(progress)
             converted = time.monotonic()
             publish(store, commit, shard, rejects, log)
-            task.totals = {k: commit[k] for k in ("rows", "tokens", "loss_tokens")}  # type: ignore[literal-required]
+            task.totals = {k: commit[k] for k in ("rows", "tokens", "loss_tokens")}
             log.say("committed", **task.totals, lines=commit["lines"], turns_rejected=commit["turns_rejected"])
             stats = {
                 "run": task.args.run,
@@ -147,7 +147,7 @@ def run_index(
             }
             store.put_bytes(stats_name(task.args.run, index), canonical(stats))
     closed = closing.close(store)
-    log.say("closed", state=closed.state, **({"reasons": list(closed.reasons)} if closed.reasons else {}))
+    log.say("closed", state=closed.state, reasons=list(closed.reasons))
 
 
 def publish(store: Store, commit: Commit, shard: Path, rejects: Path, log: Log) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizer import read
 from tokenizer.job import Obj, Reject
+from tokenizer.read import LineReader
 from tokenizer.store import Options, locate
 
 AMBIGUOUS = b""  # stands for an id that two different requests bear
@@ -27,21 +27,21 @@ class Spool:
         Lines that are no requests are passed over: whoever needs one of them finds its id missing.
         """
         store, key = locate(obj.key, options)
-        source = read.Source(store, key, etag=obj.etag, size=obj.size)
+        lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
         with sqlite3.connect(self.path) as base:
             base.execute("PRAGMA journal_mode = OFF")
             base.execute("PRAGMA synchronous = OFF")
             base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
-            for chunk in source.chunks():
-                for line in chunk:
-                    if line.reject is None and (custom_id := _custom_id(line.raw)) is not None:
+            for chunk in lines:
+                for _, raw in chunk.numbered():
+                    if (custom_id := _custom_id(raw)) is not None:
                         base.execute(
                             "INSERT INTO requests VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET line = ?"
                             " WHERE line != excluded.line",
-                            (custom_id, line.raw, AMBIGUOUS),
+                            (custom_id, raw, AMBIGUOUS),
                         )
             base.commit()
-        return source.sha256()
+        return lines.sha256
 
     def lookup(self) -> Callable[[str], dict[str, Any] | None]:
         """The request of an id, None if there is none; Reject `no_prompt` if two requests share it. After the fork."""
