@@ -214,7 +214,8 @@ def _conversation(row: Json, name: str, beside: list[Json]) -> Parts:
         return Parts([], messages, beside, beside)
     for key in answers:
         said = row[key]
-        if type(said) is str and type(last) is dict and said not in (last.get("content"), last.get("value")):
+        other = type(said) is str and type(last) is dict and said not in (last.get("content"), last.get("value"))
+        if other or (type(said) is dict and ("choices" in said or "output" in said)):
             unknown(f"{name} ends in an assistant turn and {key!r} says something else: which was generated?")
     return Parts([], messages, beside, beside)
 
@@ -229,7 +230,7 @@ def _prompted(row: Json, prompt: object, beside: list[Json]) -> Parts:
     facts = [*([meta] if type(meta) is dict else []), *beside]
     name, answer = next(((key, row[key]) for key in _ANSWERS if row.get(key) is not None), ("", None))
     raw = False  # the server was given text, not a chat: a string prompt is not one user message then
-    if answer is None:
+    if answer is None and any(row.get(key) for key in ("text", "outputs", *TOKEN_IDS)):
         raw = True
         name, answer = "text", row.get("text")
         if "outputs" in row:

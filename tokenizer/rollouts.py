@@ -30,7 +30,7 @@ class Parts:
 def only_choice(choices: object) -> Json:
     """The one choice of a chat completion."""
     if type(choices) is not list or not choices:
-        raise Reject("no_completion", "`choices` is empty")
+        raise Reject("no_completion", "the response has no choices")
     if len(choices) > 1:
         unknown(f"{len(choices)} choices in one line: write one line per choice")
     choice = choices[0]
