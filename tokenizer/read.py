@@ -26,7 +26,7 @@ CHUNK = 8 << 20  # bytes of lines after which a chunk ends
 LONGEST_LINE = 16 << 20  # bytes; a longer one is rejected, not held
 HEAD = 64 << 10  # bytes kept of an over-long line
 GZIP_STEP, GZIP_OUT = 256 << 10, 1 << 20  # bytes fed and bytes taken at a time
-ZSTD_STEP = 2 << 10  # bytes fed: 4 bytes can be a block of 128 KiB, so at most 64 MiB come out
+ZSTD_STEP = 1 << 10  # bytes fed: 4 bytes can be a block of 128 KiB, so at most 32 MiB come out
 ZSTD_WINDOW = 128 << 20  # bytes of memory that a frame may ask for
 
 
@@ -202,7 +202,7 @@ def _gunzip(start: bytes, pieces: Iterator[bytes], key: str) -> Iterator[bytes]:
                 data, begun, members = member.unused_data, False, members + 1
             else:
                 data = member.unconsumed_tail
-                if not data and len(out) < GZIP_OUT:
+                if not data:  # what zlib still holds comes out before the trailer is taken
                     break
     if begun:
         raise refused(key, "cut gzip: it ends in the middle", "transfer it again from its source")
