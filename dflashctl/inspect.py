@@ -20,7 +20,7 @@ def report(record: Record) -> dict[str, Any]:
     histogram = {str(loss): int(rows) for loss, rows in sorted(record["histogram"]["after"].items(), key=_by_number)}
     tokens = int(record["tokens"])
     return {
-        "schema": "dflashctl/inspect.v1",
+        "schema": "dflash.inspect/1",
         "rows": record["rows"],
         "tokens": tokens,
         "loss_tokens": record["loss_tokens"],
@@ -115,7 +115,7 @@ def against(left: tuple[str, Record], right: tuple[str, Record]) -> dict[str, An
     (name, record), (other, that) = left, right
     spec = {**_spec(record), **_spec(that)}
     return {
-        "schema": "dflashctl/inspect-against.v1",
+        "schema": "dflash.inspect-against/1",
         "datasets": [{"out": name, **report(record)}, {"out": other, **report(that)}],
         "spec": {
             key: [_spec(record).get(key), _spec(that).get(key)]

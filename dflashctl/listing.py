@@ -40,10 +40,17 @@ class Found:
         return sum(o.size for o in self.objects)
 
 
-def find(inputs: Sequence[str], batch_inputs: Sequence[str], options: Options) -> Found:
-    """List every INPUT; raises PreflightError when one is not there or cannot be read."""
+def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: Options) -> Found:
+    """List every INPUT; raises PreflightError when one is not there or cannot be read.
+
+    out: OUT as its store spells it; what lies below it is output, not input, and is counted as `below_out`.
+    """
     objects, skipped = _gather(inputs, options)
     requests, _ = _gather(batch_inputs, options)
+    inputs_alone = [o for o in objects if not o.key.startswith(out.rstrip("/") + "/")]
+    if len(inputs_alone) < len(objects):
+        skipped["below_out"] = len(objects) - len(inputs_alone)
+        objects = inputs_alone
     if not objects:
         what = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
         raise PreflightError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dflashctl.backends.base import LogLine
 from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
 from dflashctl.model import Model
 from tokenizer.job import (
@@ -26,9 +27,7 @@ from tokenizer.job import (
     RunRecord,
     commit_name,
     in_order,
-    newest_gate,
     run_name,
-    spec_difference,
 )
 from tokenizer.store import NotFound, Options, Store, StoreError, open_store
 
@@ -86,47 +85,50 @@ class Out:
             self._commits[commit["index"]] = commit
         return {index: self._commits[index] for index in sorted(self._commits)}
 
-    def log_tails(self, job: str) -> list[str]:
-        """Keys of the kept log tails of failed tries of a Job, oldest first."""
-        return [stat.key for stat in self.store.list(f"{LOGS_DIR}/{job}/")]
+    def summary(self) -> dict[str, Any]:
+        """The figures of what is committed so far, in the words of dataset.json; raises ApiError without a plan."""
+        from tokenizer.shard import summary
+
+        plan = self.plan()
+        if plan is None:
+            raise ApiError(f"`{self.uri}` has no plan", "start it with `dflashctl tokenize`")
+        return summary(plan, list(self.commits(self.committed()).values()))  # type: ignore[arg-type]
+
+    def kept_logs(self, job: str, indexes: list[int] | None, previous: bool) -> Iterator[LogLine]:
+        """The last 64 KiB of the newest failed try of each index (or the one before it), as its pod stored them."""
+        tries: dict[int, list[tuple[int, str]]] = {}
+        for stat in self.store.list(f"{LOGS_DIR}/{job}/"):
+            if match := re.fullmatch(r".*/([0-9]+)-([0-9]+)\.txt", stat.key):
+                tries.setdefault(int(match[1]), []).append((int(match[2]), stat.key))
+        back = 2 if previous else 1
+        for index, found in sorted(tries.items()):
+            if len(found) >= back and (indexes is None or index in indexes):
+                data = self._read(sorted(found)[-back][1]) or b""
+                yield from (LogLine(index, text) for text in data.decode("utf-8", "replace").splitlines())
 
     def settle(self) -> None:
         """Finalise or refuse, if every index has a commit and nobody has done it; idempotent.
 
         Raises StoreError where OUT cannot be written.
         """
-        plan = self.plan()
-        if plan is None or self.dataset() is not None or len(self.committed()) < len(plan.batches):
-            return
-        from tokenizer.shard import finalise
+        from tokenizer.shard import close
 
-        commits = self.commits(range(len(plan.batches)))
-        final = finalise(plan, list(commits.values()), newest_gate(self.runs()))  # type: ignore[arg-type]
-        if final.refusal is not None:
-            if self._read(REFUSED) != final.refusal:
-                self.store.put_bytes(REFUSED, final.refusal)
-            return
-        for name, data in final.files.items():
-            self.store.put_bytes(name, data, if_none_match=True)
-        self.store.delete(REFUSED)
+        close(self.store)
 
     # ---- writes of a submit
 
     def lock(self, plan: Plan) -> Plan:
-        """PUT plan.json if OUT has none: who writes it owns OUT. Returns the plan that holds.
-
-        Raises TakenError, naming the field, where another spec is there.
-        """
-        if self.store.put_bytes(PLAN, plan.to_json(), if_none_match=True).created:
+        """PUT plan.json if OUT has none: who writes it owns OUT. Returns the plan that holds, mine or another's."""
+        try:
+            created = self.store.put_bytes(PLAN, plan.to_json(), if_none_match=True).created
+        except StoreError as error:
+            raise PreflightError(f"OUT cannot be written: {error.message}", error.hint) from None
+        if created:
             self._plan = plan
             return plan
         there = self.plan()
         if there is None:
             raise ApiError(f"`{self.uri}/{PLAN}` was removed while it was read", "run the command again")
-        if difference := spec_difference(plan.spec, there.spec):
-            raise TakenError(
-                f"OUT `{self.uri}` belongs to another spec: {difference}", "choose another --out, or the same settings"
-            )
         return there
 
     def put_tokenizer(self, model: Model) -> None:
@@ -142,15 +144,6 @@ class Out:
             raise TakenError(
                 f"run `{record.run}` was started by someone else just now", "look at it with `dflashctl status`"
             )
-
-    def check_writable(self) -> None:
-        """Write and remove a small object below OUT; raises PreflightError."""
-        key = f"{LOGS_DIR}/write-check"
-        try:
-            self.store.put_bytes(key, b"")
-            self.store.delete(key)
-        except StoreError as error:
-            raise PreflightError(f"OUT cannot be written: {error.message}", error.hint) from None
 
     # ---- reading
 

@@ -16,7 +16,7 @@ from dflashctl.config import Settings
 from dflashctl.errors import ApiError
 from dflashctl.progress import Index, Snapshot
 from dflashctl.records import QUICK, Out
-from tokenizer.job import RunRecord
+from tokenizer.job import Plan, RunRecord
 from tokenizer.store import StoreError
 
 LIVE = ("queued", "pending", "running")  # states that change by themselves
@@ -26,12 +26,13 @@ LATEST = "@latest"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What OUT says. total: indexes of the plan; commits: the records there are; refused: reasons, if it was."""
+    """What OUT says. sizes: input bytes of each index; commits: the records there are; refused: its record."""
 
-    total: int = 0
+    sizes: tuple[int, ...] = ()
     commits: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     dataset: Mapping[str, Any] | None = None
     refused: Mapping[str, Any] | None = None
+    unsettled: str = ""  # why the dataset could not be finalised, though every index has its commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Status:
     def document(self) -> dict[str, Any]:
         """The object of `status -o json`."""
         return {
-            "schema": "dflashctl/status.v1",
+            "schema": "dflash.status/1",
             "run": self.run,
             "kind": self.kind,
             "state": self.state,
@@ -79,7 +80,7 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     """The status of a run from what OUT and its backend say; `snapshot` None: the backend knows no Job of it."""
     seen = {index.index: index for index in snapshot.indexes} if snapshot else {}
     done = set(facts.commits) | {i for i, index in seen.items() if index.state == "succeeded"}
-    total = facts.total or (snapshot.total if snapshot else 0)
+    total = len(facts.sizes) or (snapshot.total if snapshot else 0)
     counted: list[Mapping[str, Any]] = [*facts.commits.values()]
     counted += [index.message for i, index in seen.items() if i not in facts.commits]
     state, reason = _state(facts, snapshot, total)
@@ -99,8 +100,10 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
         rows=int(totals.get("rows") or _sum(counted, "rows")),
         tokens=int(totals.get("tokens") or _sum(counted, "tokens")),
         loss_tokens=int(totals.get("loss_tokens") or _sum(counted, "loss_tokens")),
-        bytes=_sum([index.message for index in seen.values()], "bytes"),
-        total_bytes=_sum([index.message for index in seen.values()], "total_bytes"),
+        bytes=sum(facts.sizes)
+        if facts.dataset
+        else sum(_read_of(i, size, done, seen) for i, size in enumerate(facts.sizes)),
+        total_bytes=sum(facts.sizes),
         indexes=tuple(sorted(seen.values(), key=lambda index: index.index)),
     )
 
@@ -114,12 +117,19 @@ def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, st
     if facts.refused is not None and complete:
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
     if snapshot is None:
-        return "deleted", "its Job is gone; OUT is not complete"
+        return "deleted", "its Job is gone, and OUT is not complete"
     if snapshot.state == "succeeded":
         if complete:
-            return "running", "every index has its commit, the dataset is not finalised yet"
+            return "running", f"every index has its commit, the dataset is not finalised: {facts.unsettled}"
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
+
+
+def _read_of(index: int, size: int, done: set[int], seen: Mapping[int, Index]) -> int:
+    """Input bytes of an index that are behind it."""
+    if index in done:
+        return size
+    return min(size, int(seen[index].message.get("bytes") or 0)) if index in seen else 0
 
 
 def _sum(records: list[Mapping[str, Any]], key: str) -> int:
@@ -134,24 +144,34 @@ def read_facts(out: Out) -> Facts:
     plan = out.plan()
     if plan is None:
         return Facts()
-    total, dataset = len(plan.batches), out.dataset()
+    sizes, dataset = sizes_of(plan), out.dataset()
     if dataset is not None:
-        return Facts(total, {}, dataset)
+        return Facts(sizes, {}, dataset)
     commits = out.commits(out.committed())
-    if len(commits) == total:
-        out.settle()
+    unsettled = ""
+    if len(commits) == len(sizes):
+        try:
+            out.settle()
+        except StoreError as error:
+            unsettled = error.message
         dataset = out.dataset()
-    return Facts(total, commits, dataset, None if dataset else out.refused())
+    return Facts(sizes, commits, dataset, None if dataset else out.refused(), unsettled)
 
 
-def look(backend: Backend, known: Known, out: Out) -> tuple[Status, str]:
-    """(status, what could not be read): a store that is not there is said, and the backend still answers."""
+def sizes_of(plan: Plan) -> tuple[int, ...]:
+    """Input bytes of each index."""
+    return tuple(sum(o.size for o in batch.objects) for batch in plan.batches)
+
+
+def look(backend: Backend, known: Known, out: Out) -> tuple[Status, Facts, str]:
+    """(status, OUT's part of it, what could not be read): a store that is not there is said, no reason to fail."""
     snapshot = backend.snapshot(known.run)
     try:
-        return combine(known, read_facts(out), snapshot), ""
+        facts, unread = read_facts(out), ""
     except StoreError as error:
         plan = out.cached_plan()
-        return combine(known, Facts(len(plan.batches) if plan else 0), snapshot), error.message
+        facts, unread = Facts(sizes_of(plan) if plan else ()), error.message
+    return combine(known, facts, snapshot), facts, unread
 
 
 def find(reference: str, backend: Backend, settings: Settings) -> Known:
@@ -188,4 +208,4 @@ def known_of(record: RunRecord, out: str, known: list[Known]) -> Known:
     """A record of OUT as a known run; what a backend remembers of it wins."""
     name = plans.run_of(record.run)
     here = next((k for k in known if k.run == name and k.out == out), None)
-    return here or Known(name, "tokenize", out, record.run, float(record.flags.get("created") or 0.0))
+    return here or Known(name, "tokenize", out, record.run, 0.0)

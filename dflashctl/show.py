@@ -169,23 +169,24 @@ def span(seconds: float) -> str:
 class Screen:
     """A block of lines that is redrawn in place on a terminal, and reported as lines anywhere else.
 
-    Without a terminal, `line` is printed when it differs from the last one and `EVERY` seconds have passed, or at once
-    when `urgent` (a change of state). `clock` gives seconds.
+    Without a terminal a line is printed when `EVERY` seconds have passed since the last one, and at once when `change`
+    (what a watcher waits for) is another than before. `clock` gives seconds.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream, self._clock = stream, clock
         self._live = is_terminal(stream)
         self._drawn = 0
-        self._last_line, self._last_time = "", float("-inf")
+        self._change: object = None
+        self._last = clock()
 
-    def update(self, block: Callable[[], list[str]], line: str, urgent: bool = False) -> None:
+    def update(self, block: Callable[[], list[str]], line: str, change: object = None) -> None:
         """Show the present state: the block of lines (terminal) or the one line (anywhere else)."""
         if self._live:
             self._redraw(block())
-        elif line != self._last_line and (urgent or self._clock() - self._last_time >= EVERY):
-            print(line, file=self._stream, flush=True)
-            self._last_line, self._last_time = line, self._clock()
+        elif change != self._change or self._clock() - self._last >= EVERY:
+            print(printable(line), file=self._stream, flush=True)
+            self._change, self._last = change, self._clock()
 
     def _redraw(self, lines: list[str]) -> None:
         columns, rows = shutil.get_terminal_size()

@@ -58,7 +58,9 @@ class LogLine:
 class Backend(Protocol):
     """Effects, all of them; raises CliError with a remedy when it cannot."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As `--backend` spells it."""
 
     def submit(self, submission: Submission) -> None:
         """Start the Job and return at once; the Job outlives the caller."""

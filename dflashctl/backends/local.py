@@ -65,7 +65,7 @@ class LocalBackend:
         created = (record or {}).get("created") or time.time()
         folder.mkdir(parents=True, exist_ok=True)
         document = {
-            "schema": "dflashctl/local-run.v1",
+            "schema": "dflash.local-run/1",
             "run": submission.run,
             "kind": submission.kind,
             "out": submission.out,

@@ -1,0 +1,23 @@
+"""Entry point of the script: says which extra to install where the command line's own packages are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    """Exit code of one command."""
+    missing = [
+        name for name in ("typer", "yaml", "boto3", "pyarrow", "numpy") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        print(f"error: {', '.join(missing)} not installed\nhint: pip install 'dflashctl[cli]'", file=sys.stderr)
+        return 1
+    from dflashctl.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

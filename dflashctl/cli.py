@@ -1,0 +1,58 @@
+"""The command line: parse, call, print. Every verb lives in `dflashctl.commands`; every end goes through `main`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from dflashctl import show
+from dflashctl.commands import common, data, models, submit, watch
+from dflashctl.errors import describe
+
+
+def build() -> typer.Typer:
+    """The application with all its verbs."""
+    app = typer.Typer(
+        name="dflashctl",
+        help="Train DFlash drafters on your own target: exact datasets from completions, on one machine or a cluster.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(common.root)
+    submit.add(app)
+    watch.add(app)
+    data.add(app)
+    models.add(app)
+    return app
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """`--dry-run` alone means `--dry-run=client`: an option with an optional value takes it after `=` only."""
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    return ["--dry-run=client" if arg == "--dry-run" and i < end else arg for i, arg in enumerate(argv)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Nothing but data goes to stdout, and no stack trace anywhere."""
+    arguments = normalise(sys.argv[1:] if argv is None else argv)
+    try:
+        code: Any = build()(arguments, prog_name="dflashctl", standalone_mode=False)
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): nobody is left to tell.
+        sys.stdout = None  # type: ignore[assignment]
+        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        if callable(getattr(error, "format_message", None)):  # what the parser refuses; its class is not public
+            context = getattr(error, "ctx", None)
+            path = getattr(context, "command_path", "dflashctl") or "dflashctl"
+            show.fail(error.format_message().rstrip("."), f"see `{path} --help`")  # type: ignore[union-attr]
+            return 2
+        code, message, hint = describe(error)
+        show.fail(message, hint)
+    return int(code or 0)

@@ -1,0 +1,70 @@
+"""The verbs about data and set-up: `inspect` and `doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from dflashctl import doctor as doctors
+from dflashctl import inspect as reports
+from dflashctl import show
+from dflashctl.commands.common import Session, verb
+from dflashctl.errors import PreflightError, UsageError
+from dflashctl.records import QUICK, Out
+
+
+def add(app: typer.Typer) -> None:
+    """Register the verbs."""
+
+    @verb(app)
+    def inspect(
+        session: Session,
+        out: Annotated[str, typer.Argument(metavar="OUT", help="A dataset: a path or s3://.")],
+        against: Annotated[
+            str | None, typer.Option("--against", metavar="OTHER", help="Set this dataset beside it.")
+        ] = None,
+    ) -> int:
+        """Report on a dataset: rows, tokens, what is learnt, what was rejected and why."""
+        record = _record(out)
+        if against is not None:
+            document = reports.against((out, record), (against, _record(against)))
+            show.emit(document, session.output, lambda: reports.against_lines(document), out)
+            return 0
+        wide = session.output == "wide"
+        show.emit(reports.report(record), session.output, lambda: reports.lines(record, wide), out)
+        return 0
+
+    @verb(app)
+    def doctor(
+        session: Session,
+        what: Annotated[str, typer.Argument(metavar="[tokenize]", help="What is to be run.")] = "tokenize",
+        verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every setting and where it came from.")] = False,
+    ) -> int:
+        """Look for what would stop a run. Exits 4 if something would."""
+        if what != "tokenize":
+            raise UsageError(f"doctor of {what!r} is not known", "known are tokenize")
+        found = list(doctors.checks(session.settings))
+        settings = doctors.origins(session.settings)
+        document: dict[str, Any] = {
+            "schema": "dflash.doctor/1",
+            "checks": [asdict(check) for check in found],
+            "settings": [{"name": name, "value": value, "origin": origin} for name, value, origin in settings],
+        }
+        more = ["", *show.table(("setting", "value", "origin"), settings)] if verbose else []
+        failed = [check.name for check in found if check.state == "failed"]
+        show.emit(document, session.output, lambda: [*doctors.lines(found), *more], "\n".join(failed))
+        return 4 if failed else 0
+
+
+def _record(uri: str) -> dict[str, Any]:
+    """dataset.json, else refused.json, else the same figures of what is committed so far."""
+    out = Out(uri, QUICK)
+    record = out.dataset() or out.refused()
+    if record is None:
+        if out.plan() is None:
+            raise PreflightError(f"`{out.uri}` holds no dataset", "name the OUT of a `dflashctl tokenize`")
+        record = out.summary()
+        show.warn(f"`{out.uri}` is not complete, this is what is committed so far")
+    return record

@@ -1,0 +1,198 @@
+"""`tokenize` and `resume`: parse, hand over, print."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from dflashctl import follow, preview, show, submit
+from dflashctl import plan as plans
+from dflashctl.backends.base import Backend
+from dflashctl.commands.common import RunRef, Session, verb
+from dflashctl.config import parse_text
+from dflashctl.errors import UsageError
+from dflashctl.runs import LATEST, find
+from tokenizer.job import GateFlags
+
+Parallelism = Annotated[
+    int | None, typer.Option("--parallelism", metavar="N", help="Indexes that run at once.", show_default=False)
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Processes of one index; default: its CPUs.")
+]
+MaxReject = Annotated[
+    float | None,
+    typer.Option("--max-reject", metavar="FRACTION", help="Malformed lines allowed; default 0.01. Above: refused."),
+]
+AllowDegenerate = Annotated[
+    bool, typer.Option("--allow-degenerate", help="Finalise what is kept of a degenerate dataset; recorded.")
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Return as soon as the run has started.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Register the verbs."""
+
+    @verb(app)
+    def tokenize(
+        session: Session,
+        inputs: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="INPUT", help="Files, directories, globs or prefixes of completions."),
+        ] = None,
+        out: Annotated[str | None, typer.Option("--out", metavar="URI", help="The dataset: a path or s3://.")] = None,
+        model: Annotated[
+            str | None, typer.Option("--model", metavar="M", help="Tokenizer: a directory, s3:// or hub id.")
+        ] = None,
+        parallelism: Parallelism = None,
+        shards: Annotated[
+            int | None, typer.Option("--shards", metavar="M", help="Default: about 96 MiB of input each.")
+        ] = None,
+        workers: Workers = None,
+        name: Annotated[str | None, typer.Option("--name", metavar="RUN", help="Default: tok-<out>-<sha8>.")] = None,
+        max_length: Annotated[
+            int | None, typer.Option("--max-length", metavar="N", help="Cut rows to N tokens; default: no cut.")
+        ] = None,
+        loss_on: Annotated[
+            str | None, typer.Option("--loss-on", metavar="all|response", help="What is learnt; default all.")
+        ] = None,
+        preserve_thinking: Annotated[
+            bool | None,
+            typer.Option("--preserve-thinking", help="Keep the thinking of earlier turns: one row a conversation."),
+        ] = None,
+        min_loss_tokens: Annotated[
+            int | None, typer.Option("--min-loss-tokens", metavar="N", help="Fewer are filtered; default 16.")
+        ] = None,
+        template_kwargs: Annotated[
+            str | None, typer.Option("--template-kwargs", metavar="JSON", help="For rows that bring none.")
+        ] = None,
+        generator: Annotated[
+            str | None, typer.Option("--generator", metavar="NAME@REV", help="What wrote the completions.")
+        ] = None,
+        max_reject: MaxReject = None,
+        allow_degenerate: AllowDegenerate = False,
+        batch_input: Annotated[
+            list[str] | None,
+            typer.Option("--batch-input", metavar="URI", help="Requests of OpenAI batch outputs; may be repeated."),
+        ] = None,
+        show_rows: Annotated[
+            int | None, typer.Option("--preview", metavar="N", help="Print N rows, what is learnt marked; run nothing.")
+        ] = None,
+        dry_run: Annotated[
+            str | None,
+            typer.Option("--dry-run", metavar="[client|server]", help="Print what would be submitted; send nothing."),
+        ] = None,
+        detach: Detach = False,
+    ) -> int:
+        """Tokenize completions into a dataset: every row's exact ids, and which of them the model generated."""
+        started = time.monotonic()
+        flags: dict[str, Any] = {
+            "input": inputs,
+            "out": out,
+            "model": model,
+            "parallelism": parallelism,
+            "shards": shards,
+            "workers": workers,
+            "max_length": max_length,
+            "loss_on": loss_on,
+            "preserve_thinking": preserve_thinking,
+            "min_loss_tokens": min_loss_tokens,
+            "template_kwargs": None
+            if template_kwargs is None
+            else parse_text("json", template_kwargs, "--template-kwargs"),
+            "generator": generator,
+            "max_reject": max_reject,
+            "batch_input": batch_input,
+        }
+        if dry_run not in (None, "client", "server"):
+            raise UsageError(f"`--dry-run` is {dry_run!r}", "known are client, server")
+        values = session.settings.section("tokenize", flags)
+        if show_rows is not None and not values["out"].value:
+            values["out"] = replace(values["out"], value="./preview")
+        declaration = plans.declare(values, allow_degenerate, os.path.isdir)
+        if show_rows is not None:
+            return preview.show_rows(declaration, show_rows, session.output)
+        backend = session.backend()
+        if dry_run is not None:
+            return _dry_run(session, declaration, name, backend, dry_run)
+        done = submit.tokenize(declaration, name, backend, show.say)
+        return _finish(session, done, backend, detach, started)
+
+    @verb(app)
+    def resume(
+        session: Session,
+        run: RunRef = LATEST,
+        skip_file: Annotated[
+            list[str] | None,
+            typer.Option("--skip-file", metavar="KEY", help="Leave this input out; recorded. May be repeated."),
+        ] = None,
+        max_reject: MaxReject = None,
+        allow_degenerate: AllowDegenerate = False,
+        parallelism: Parallelism = None,
+        workers: Workers = None,
+        detach: Detach = False,
+    ) -> int:
+        """Do what has no commit yet: after a stop, a failure, a crash, or with files changed or left out."""
+        started = time.monotonic()
+        for flag, number in (("parallelism", parallelism), ("workers", workers)):
+            if number is not None and number < 1:
+                raise UsageError(f"`--{flag}` {number} is below 1")
+        if max_reject is not None and not 0 <= max_reject <= 1:
+            raise UsageError(f"`--max-reject` {max_reject} is not a share between 0 and 1")
+
+        def gate(flags: GateFlags) -> GateFlags:
+            return replace(
+                flags,
+                allow_degenerate=flags.allow_degenerate or allow_degenerate,
+                max_reject=flags.max_reject if max_reject is None else max_reject,
+            )
+
+        backend = session.backend()
+        known = find(run, backend, session.settings)
+        done = submit.resume(known, backend, show.say, skip_file or [], gate, parallelism, workers)
+        return _finish(session, done, backend, detach, started)
+
+
+def _dry_run(session: Session, declaration: plans.Declaration, name: str | None, backend: Backend, side: str) -> int:
+    """Print the submission; `client` with --shards asks neither the input nor the model."""
+    if side == "client" and declaration.shards is not None:
+        document = submit.declared(declaration, name, backend)
+    else:
+        document = submit.planned(submit.prepare(declaration, name, show.say), declaration, backend)
+    output = "yaml" if session.output in ("table", "wide") else session.output
+    show.emit(document, output, list, str(document["run"]))
+    return 0
+
+
+def _finish(session: Session, done: submit.Started, backend: Backend, detach: bool, started: float) -> int:
+    """Say what happened, follow the run unless told not to, print its result; the exit code follows its state."""
+    known, out = done.known, done.out
+    if done.outcome == "unchanged":
+        show.say(f"run {known.run} unchanged: {known.out} is complete")
+        state = "succeeded"
+    else:
+        words = {"started": "started", "running": "is running already", "settled": "needs no further Job"}
+        show.say(f"run {known.run} {words[done.outcome]}")
+        if detach and done.outcome != "settled":
+            show.say(f"see it with `dflashctl status {known.run} -w`")
+            show.emit(follow.result(known, out, "running", 0.0), session.output, lambda: [known.run], known.run)
+            return 0
+        status = follow.watch(backend, known, out, follow.at_rest)
+        state = status.state
+        if status.reason:
+            show.fail(f"run {known.run} {state}: {status.reason}", _hint(state, known.run))
+    document = follow.result(known, out, state, time.monotonic() - started)
+    show.emit(document, session.output, lambda: follow.result_lines(document), known.run)
+    return 0 if state == "succeeded" else 3
+
+
+def _hint(state: str, run: str) -> str:
+    if state == "refused":
+        return "look at it with `dflashctl inspect`; `dflashctl resume --allow-degenerate` finalises what is kept"
+    if state == "suspended":
+        return f"go on with `dflashctl resume {run}`"
+    return f"see `dflashctl logs {run} --failed`, then `dflashctl resume {run}`"

@@ -1,0 +1,184 @@
+"""The verbs that look at runs and steer them: `status`, `logs`, `wait`, `stop`, `ls`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from dflashctl import follow, show
+from dflashctl import plan as plans
+from dflashctl.backends.base import Backend, Known, LogLine
+from dflashctl.commands.common import RunRef, Session, seconds, verb
+from dflashctl.errors import ApiError, Detached, RunFailed, UsageError
+from dflashctl.records import QUICK, Out
+from dflashctl.runs import ENDED, LATEST, Status, find, look
+from tokenizer.store import StoreError
+
+STUCK_AFTER = "10m"
+
+
+def add(app: typer.Typer) -> None:
+    """Register the verbs."""
+
+    @verb(app)
+    def status(
+        session: Session,
+        run: RunRef = LATEST,
+        watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it; Ctrl-C leaves the run alone.")] = False,
+    ) -> int:
+        """Where a run stands: state, indexes, rows, tokens, and why. Exits 0 whenever it could answer."""
+        backend = session.backend()
+        known = find(run, backend, session.settings)
+        out, wide = Out(known.out, QUICK), session.output == "wide"
+        if watch:
+            text = session.output in ("table", "wide")
+            now = follow.watch(
+                backend,
+                known,
+                out,
+                lambda s: s.state in (*ENDED, "suspended"),
+                every_change=True,
+                wide=wide,
+                quiet=not text,
+            )
+        else:
+            now, _, unread = look(backend, known, out)
+            if unread:
+                show.warn(unread, "what the backend knows is shown")
+        show.emit(now.document(), session.output, lambda: follow.status_block(now, None, wide), known.run)
+        return 0
+
+    @verb(app)
+    def logs(
+        session: Session,
+        run: RunRef = LATEST,
+        index: Annotated[str | None, typer.Option("--index", metavar="N", help="One index, or 0-2,5.")] = None,
+        failed: Annotated[bool, typer.Option("--failed", help="Only indexes that failed.")] = False,
+        follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+        previous: Annotated[bool, typer.Option("--previous", help="The try before the newest one.")] = False,
+        grep: Annotated[str | None, typer.Option("--grep", metavar="REGEX", help="Only lines that match.")] = None,
+    ) -> int:
+        """What the indexes of a run printed, each line with its index where there are several."""
+        try:
+            pattern = re.compile(grep or "")
+        except re.error as error:
+            raise UsageError(f"`--grep` {grep!r} is not a regular expression: {error}") from None
+        backend = session.backend()
+        known = find(run, backend, session.settings)
+        indexes = None if index is None else plans.parse_indexes(index)
+        if failed:
+            broken = set(look(backend, known, Out(known.out, QUICK))[0].failed)
+            indexes = sorted(broken if indexes is None else broken & set(indexes))
+        some = False
+        try:
+            for line in _log_lines(backend, known, indexes, previous, follow_):
+                some = True
+                if pattern.search(line.text):
+                    prefix = "" if indexes is not None and len(indexes) == 1 else f"[{line.index}] "
+                    show.out(prefix + show.printable(line.text))
+        except KeyboardInterrupt:
+            raise Detached(f"detached, run `{known.run}` goes on") from None
+        if not some:
+            what = "no index of it has failed" if failed and not indexes else "there is no log to show"
+            show.say(f"run {known.run}: {what}")
+        return 0
+
+    @verb(app)
+    def wait(
+        session: Session,
+        run: RunRef = LATEST,
+        timeout: Annotated[
+            str | None, typer.Option("--timeout", metavar="TIME", help="Exit 124 after 90s, 10m, 2h.")
+        ] = None,
+        stuck_after: Annotated[
+            str, typer.Option("--stuck-after", metavar="TIME", help="Exit 3 when stuck for longer.")
+        ] = STUCK_AFTER,
+    ) -> int:
+        """Wait for the end of a run and exit by it: 0 succeeded, 3 failed, refused or deleted, 124 timeout."""
+        limit = None if timeout is None else seconds(timeout, "--timeout")
+        patience = _Patience(seconds(stuck_after, "--stuck-after"))
+        backend = session.backend()
+        known = find(run, backend, session.settings)
+        out = Out(known.out, QUICK)
+        now = follow.watch(backend, known, out, patience.over, timeout=limit)
+        show.emit(now.document(), session.output, lambda: follow.status_block(now, None, False), known.run)
+        if now.state != "succeeded":
+            raise RunFailed(f"run `{known.run}` {now.state}" + (f": {now.reason}" if now.reason else ""))
+        return 0
+
+    @verb(app)
+    def stop(session: Session, run: RunRef = LATEST) -> int:
+        """Suspend a run; `resume` goes on with what has no commit."""
+        backend = session.backend()
+        known = find(run, backend, session.settings)
+        now, _, _ = look(backend, known, Out(known.out, QUICK))
+        if now.state in ENDED or now.state == "suspended":
+            show.say(f"run {known.run} is {now.state} already")
+        else:
+            backend.stop(known.run)
+            now, _, _ = look(backend, known, Out(known.out, QUICK))
+            show.say(f"run {known.run} {now.state}")
+        show.emit(now.document(), session.output, list, known.run)
+        return 0
+
+    @verb(app)
+    def ls(session: Session) -> int:
+        """The runs that are known here, newest first."""
+        backend = session.backend()
+        found = [_listed(backend, known) for known in backend.runs()]
+        document = {"schema": "dflash.ls/1", "runs": [_row(now) for now in found]}
+        lines = [
+            (now.run, now.kind, now.state, f"{now.succeeded}/{now.total}", show.count(now.rows), now.out)
+            for now in found
+        ]
+        header = ("run", "kind", "state", "indexes", "rows", "out")
+        show.emit(
+            document, session.output, lambda: show.table(header, lines, right=(4,)), "\n".join(n.run for n in found)
+        )
+        return 0
+
+
+class _Patience:
+    """When `wait` is over: the run has ended, or it was stuck for longer than `limit` seconds."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._since = limit, 0.0
+
+    def over(self, now: Status) -> bool:
+        import time
+
+        if now.state != "stuck":
+            self._since = 0.0
+            return now.state in ENDED
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since >= self._limit
+
+
+def _listed(backend: Backend, known: Known) -> Status:
+    now, _, unread = look(backend, known, Out(known.out, QUICK))
+    if unread:
+        show.warn(unread)
+    return now
+
+
+def _row(now: Status) -> dict[str, Any]:
+    return {key: value for key, value in now.document().items() if key != "schema"} | {"out": now.out}
+
+
+def _log_lines(
+    backend: Backend, known: Known, indexes: list[int] | None, previous: bool, following: bool
+) -> Iterator[LogLine]:
+    """From the backend; where it has nothing left, the tails of failed tries that were kept in OUT."""
+    some = False
+    for line in backend.logs(known.run, indexes, previous, following):
+        some = True
+        yield line
+    if some or following:
+        return
+    try:
+        yield from Out(known.out, QUICK).kept_logs(known.job, indexes, previous)
+    except StoreError as error:
+        raise ApiError(f"the kept logs cannot be read: {error.message}", error.hint) from None

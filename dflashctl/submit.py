@@ -1,0 +1,276 @@
+"""Starting what has to be done, and nothing else: the one path of `tokenize` and `resume`.
+
+OUT decides: its plan is the lock, its commits say what is left, its run records say how often it was tried. So a
+command that crashed, was repeated or is run from another machine finds its way without any local state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dflashctl import listing
+from dflashctl import plan as plans
+from dflashctl.backends.base import Backend, Known, Submission
+from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
+from dflashctl.model import Model, resolve_model
+from dflashctl.records import PATIENT, Out
+from dflashctl.runs import LIVE
+from tokenizer.job import (
+    GateFlags,
+    JobError,
+    Obj,
+    Plan,
+    RunRecord,
+    TokenizeArgs,
+    make_plan,
+    newest_gate,
+    object_difference,
+    overlay,
+    spec_difference,
+)
+from tokenizer.store import StoreError, locate
+
+Say = Callable[[str], None]
+THREADS = 16
+UNLISTED = "0" * 64  # stands for the plan's digest while the input is not listed
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What came of a submit: `started` a Job, `running` already, `settled` without one, or `unchanged`."""
+
+    known: Known
+    out: Out
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What may differ between two Jobs of one dataset."""
+
+    parallelism: int
+    workers: int
+    gate: GateFlags
+    repinned: tuple[Obj, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A declaration with its input listed and its tokenizer read; nothing is written yet."""
+
+    run: str
+    out: Out
+    plan: Plan
+    model: Model
+    found: listing.Found
+
+
+def prepare(declaration: plans.Declaration, name: str | None, say: Say) -> Prepared:
+    """Preflight: list the input, read the tokenizer, cut the plan. Raises PreflightError, UsageError."""
+    out = Out(declaration.out, PATIENT)
+    run = declaration.run_name(name)
+    found = listing.find(declaration.inputs, declaration.batch_inputs, out.uri, PATIENT)
+    if found.skipped:
+        say("skipped " + ", ".join(f"{number} {reason}" for reason, number in found.skipped.items()))
+    model = resolve_model(declaration.model, PATIENT)
+    plan = cut_plan(declaration, model, found)
+    if declaration.shards is not None and len(plan.batches) < declaration.shards:
+        say(f"shards {declaration.shards} is clamped to the {len(plan.batches)} input files")
+    return Prepared(run, out, plan, model, found)
+
+
+def cut_plan(declaration: plans.Declaration, model: Model, found: listing.Found) -> Plan:
+    """The plan of a declaration; two inputs that give one row id are a PreflightError."""
+    try:
+        return make_plan(
+            found.objects,
+            declaration.spec(model.digests()),
+            declaration.shards,
+            batch_inputs=found.batch_inputs,
+            model=model.name,
+        )
+    except JobError as error:
+        raise PreflightError(error.message, error.hint) from None
+
+
+def submission(run: str, job: str, out: str, plan: Plan, indexes: Sequence[int], operation: Operation) -> Submission:
+    """One Job over those plan indexes."""
+    arguments = TokenizeArgs(out=out, run=job, plan_sha256=plan.sha256(), workers=operation.workers)
+    parallelism, _ = plans.clamp_parallelism(operation.parallelism, len(indexes))
+    return Submission(run, job, out, tuple(arguments.to_argv()), tuple(indexes), parallelism)
+
+
+def declared(declaration: plans.Declaration, name: str | None, backend: Backend) -> dict[str, Any]:
+    """What would be submitted as far as it is known without asking any store: the plan's digest is not."""
+    run, out = declaration.run_name(name), Out(declaration.out).uri
+    shards = declaration.shards or 1
+    arguments = TokenizeArgs(out=out, run=run, plan_sha256=UNLISTED, workers=declaration.workers)
+    parallelism, _ = plans.clamp_parallelism(declaration.parallelism, shards)
+    job = Submission(run, run, out, tuple(arguments.to_argv()), tuple(range(shards)), parallelism)
+    return {"schema": "dflash.dry-run/1", "backend": backend.name, "run": run, "job": backend.render(job)}
+
+
+def planned(prepared: Prepared, declaration: plans.Declaration, backend: Backend) -> dict[str, Any]:
+    """What would be submitted, with the input listed."""
+    plan, found = prepared.plan, prepared.found
+    operation = Operation(declaration.parallelism, declaration.workers, declaration.gate)
+    job = submission(prepared.run, prepared.run, prepared.out.uri, plan, range(len(plan.batches)), operation)
+    return {
+        "schema": "dflash.dry-run/1",
+        "backend": backend.name,
+        "run": prepared.run,
+        "input": {"objects": len(found.objects), "bytes": found.total_bytes(), "skipped": found.skipped},
+        "spec": asdict(plan.spec),
+        "job": backend.render(job),
+    }
+
+
+def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend, say: Say) -> Started:
+    """Do what has no commit of the declared dataset; raises TakenError where OUT or the name is another's."""
+    prepared = prepare(declaration, name, say)
+    run, out = prepared.run, prepared.out
+    known = backend.runs()
+    for other in known:
+        if other.run == run and other.out != out.uri:
+            raise TakenError(f"run `{run}` is the name of a run with the OUT `{other.out}`", "choose another --name")
+    there = out.plan() or out.lock(prepared.plan)
+    records = out.runs()
+    same_identity(prepared, declaration.shards, there, records)
+    if out.dataset() is not None:
+        newest = plans.run_of(records[-1].run) if records else run
+        return Started(Known(newest, "tokenize", out.uri, newest, 0.0), out, "unchanged")
+    out.put_tokenizer(prepared.model)
+    for other in known:
+        snapshot = backend.snapshot(other.run) if other.out == out.uri else None
+        if snapshot is not None and snapshot.state in LIVE:
+            return Started(other, out, "running")
+    operation = Operation(declaration.parallelism, declaration.workers, declaration.gate)
+    return _start(run, out, there, records, operation, backend, say)
+
+
+def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: Sequence[RunRecord]) -> None:
+    """Raises TakenError, naming the field or the key, unless OUT's plan is the one that was prepared."""
+    mine = prepared.plan.spec if shards is not None else replace(prepared.plan.spec, shards=there.spec.shards)
+    uri, hint = prepared.out.uri, "choose another --out"
+    if difference := spec_difference(mine, there.spec):
+        raise TakenError(f"OUT `{uri}` belongs to another spec: {difference}", hint)
+    if difference := object_difference(prepared.found.objects, there, records):
+        raise TakenError(f"OUT `{uri}` belongs to another input: {difference}", f"{hint}, or use `dflashctl resume`")
+    pinned, _ = overlay(there, records)
+    here = {o.key: o for objects in prepared.found.batch_inputs.values() for o in objects}
+    of_plan = {o.key: o for batch in pinned.batches for o in batch.batch_inputs}
+    for key in sorted(here.keys() | of_plan.keys()):
+        if here.get(key) != of_plan.get(key):
+            raise TakenError(f"OUT `{uri}` belongs to other batch inputs: `{key}` differs", hint)
+
+
+def resume(
+    known: Known,
+    backend: Backend,
+    say: Say,
+    skip: Sequence[str],
+    gate: Callable[[GateFlags], GateFlags],
+    parallelism: int | None,
+    workers: int | None,
+) -> Started:
+    """Do what has no commit; changed files are pinned anew, `skip` names keys to drop, `gate` changes the gate."""
+    out = Out(known.out, PATIENT)
+    plan = out.plan()
+    if plan is None:
+        raise ApiError(f"`{out.uri}` has no plan", "start it with `dflashctl tokenize`")
+    if out.dataset() is not None:
+        return Started(known, out, "unchanged")
+    snapshot = backend.snapshot(known.run)
+    if snapshot is not None and snapshot.state in LIVE:
+        return Started(known, out, "running")
+    records = out.runs()
+    flags = records[-1].flags if records else {}
+    pinned, skipped = overlay(plan, records)
+    committed = out.committed()
+    missing = [i for i in range(len(plan.batches)) if i not in committed]
+    dropped = tuple(skip_key(text, pinned, committed) for text in skip)
+    wanted = gate(newest_gate(records))
+    repinned = changed_objects(pinned, missing, skipped | set(dropped))
+    for obj in repinned:
+        say(f"`{obj.key}` has changed, it is taken as it is now")
+    unchanged = not (dropped or repinned or parallelism or workers) and wanted == newest_gate(records)
+    if snapshot is not None and snapshot.state == "suspended" and unchanged:
+        backend.unsuspend(known.run)
+        return Started(known, out, "started")
+    operation = Operation(
+        parallelism or int(flags.get("parallelism") or 1),
+        int(flags.get("workers") or 0) if workers is None else workers,
+        wanted,
+        repinned,
+        dropped,
+    )
+    return _start(known.run, out, plan, records, operation, backend, say)
+
+
+def _start(
+    run: str, out: Out, plan: Plan, records: Sequence[RunRecord], operation: Operation, backend: Backend, say: Say
+) -> Started:
+    """Record the next Job in OUT, then start it; without missing indexes the record alone may finalise."""
+    committed = out.committed()
+    missing = [i for i in range(len(plan.batches)) if i not in committed]
+    job = plans.job_name(run, (record.run for record in records))
+    known = Known(run, "tokenize", out.uri, job, 0.0)
+    if not missing and records and operation.gate == newest_gate(records):
+        return Started(known, out, "settled")
+    _, remark = plans.clamp_parallelism(operation.parallelism, len(missing) or len(plan.batches))
+    if remark:
+        say(remark)
+    out.put_run(
+        RunRecord(
+            run=job,
+            sequence=1 + max((record.sequence for record in records), default=0),
+            indexes=tuple(missing),
+            gate=operation.gate,
+            repinned=operation.repinned,
+            skipped=operation.skipped,
+            flags={"backend": backend.name, "parallelism": operation.parallelism, "workers": operation.workers},
+        )
+    )
+    if not missing:
+        return Started(known, out, "settled")
+    backend.submit(submission(run, job, out.uri, plan, missing, operation))
+    return Started(known, out, "started")
+
+
+def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:
+    """The key that `--skip-file` means: as printed, or the path that row ids start with. Raises UsageError."""
+    done = set(committed)
+    for index, batch in enumerate(plan.batches):
+        for obj in (*batch.objects, *batch.batch_inputs):
+            if text in (obj.key, obj.path):
+                if index in done:
+                    raise UsageError(f"`--skip-file` `{text}` is in index {index}, which has its commit already")
+                return obj.key
+    raise UsageError(f"`--skip-file` `{text}` is no input of this dataset", "give the key as the error names it")
+
+
+def changed_objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> tuple[Obj, ...]:
+    """Objects of those indexes that are not as pinned, as they are now; raises PreflightError for one that is gone."""
+    left_out = set(skipped)
+    batches = [plan.batches[i] for i in indexes]
+    objects = {o.key: o for b in batches for o in (*b.objects, *b.batch_inputs) if o.key not in left_out}
+
+    def now(obj: Obj) -> Obj | None:
+        store, key = locate(obj.key, PATIENT)
+        try:
+            stat = store.stat(key)
+        except StoreError as error:
+            raise PreflightError(f"input {error.message}", error.hint) from None
+        return None if stat is None else replace(obj, size=stat.size, etag=stat.etag)
+
+    ordered: list[Any] = [objects[key] for key in sorted(objects)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(now, ordered)) if len(ordered) >= THREADS else [now(o) for o in ordered]
+    for obj, stat in zip(ordered, found, strict=True):
+        if stat is None:
+            raise PreflightError(f"input `{obj.key}` is no longer there", f"leave it out with `--skip-file {obj.key}`")
+    return tuple(stat for obj, stat in zip(ordered, found, strict=True) if stat is not None and stat != obj)
