@@ -48,6 +48,8 @@ def visibility(anchors_BA: Tensor, context: int, block_size: int, kind: Kind) ->
     anchors_BA: int64, ascending positions, padded with 0. context: keys before the block tokens (C, or C padded).
     """
 
+    window, causal = kind.window, kind.causal
+
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         anchor = anchors_BA[b, q // block_size]
         slot = q % block_size
@@ -55,12 +57,12 @@ def visibility(anchors_BA: Tensor, context: int, block_size: int, kind: Kind) ->
         key_slot = token % block_size
         before = (token < 0) & (k < anchor)
         own = (token >= 0) & (token // block_size == q // block_size)
-        if kind.window is not None:
-            before = before & (anchor + slot - k < kind.window)
-            own = own & (slot - key_slot < kind.window)
-            if not kind.causal:
-                own = own & (key_slot - slot < kind.window)
-        if kind.causal:
+        if window is not None:
+            before = before & (anchor + slot - k < window)
+            own = own & (slot - key_slot < window)
+            if not causal:
+                own = own & (key_slot - slot < window)
+        if causal:
             own = own & (key_slot <= slot)
         return before | own
 

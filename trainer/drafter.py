@@ -180,7 +180,9 @@ class Drafter(nn.Module):
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 continue
-            drawn = torch.empty(parameter.shape).normal_(0.0, self.config.initializer_range, generator=generator)
+            drawn = torch.empty(parameter.shape, device="cpu").normal_(
+                0.0, self.config.initializer_range, generator=generator
+            )
             parameter.copy_(drawn)
         return self
 
