@@ -47,7 +47,7 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
         )
 
 
-def _source(name: str) -> tuple[str, dict[str, str]]:
+def resolve(name: str) -> tuple[str, dict[str, str]]:
     """`PATH`, `FILE.gguf` or `HUB-ID@REVISION` -> what from_pretrained takes."""
     path = Path(name)
     if path.suffix == ".gguf":
@@ -75,7 +75,7 @@ def read_config(name: str) -> Any:
     """The target's transformers config, without its weights. Raises JobError(78) where there is none."""
     from transformers import AutoConfig
 
-    source, where = _source(name)
+    source, where = resolve(name)
     try:
         return AutoConfig.from_pretrained(source, **where)
     except (OSError, ValueError) as error:
@@ -118,7 +118,7 @@ class Target:
         from transformers import AutoModelForCausalLM
 
         check_taps(taps, int(text_config(read_config(name)).num_hidden_layers))
-        source, where = _source(name)
+        source, where = resolve(name)
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **where)
         except (OSError, ValueError, KeyError) as error:
