@@ -4,35 +4,43 @@ What is exact is defined with one Hugging Face `tokenizers.Tokenizer`. Every pie
 joined: a PROMPT piece as a server encodes the rendered template (no tokens added by a post-processor, all added tokens
 recognised), a REPLY piece with special added tokens as ordinary text, since a server strips real ones from what it
 returns; added tokens that are not special (`<think>`, `<tool_call>`) are their ids there too.
+
+All texts of a call are one flat batch of a fast engine; Python runs per piece, never per token. The first rows after a
+load are encoded by the definition as well, and a difference ends the pod.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
+import mmap
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenizer import engines
+from tokenizer.chat import IDS, REPLY, Piece, TextRow, same_text
+from tokenizer.engines import Engine, Fast, Ids, Offsets, Reference
 from tokenizer.job import Exit, JobError, Reject
 
-if TYPE_CHECKING:
-    from tokenizer.chat import Piece, TextRow
-
-PROMPT, REPLY, END, IDS = range(4)  # Piece.kind, as in tokenizer.chat
-
-Ids = NDArray[np.int32]
-Offsets = NDArray[np.int64]
+SMALL_INPUT = 12 << 20  # bytes up to which the whole fast vocabulary is not worth its load
+PRUNE_FROM = 1 << 20  # characters of one call from which a pruned vocabulary is worth its load
+PATIENCE = 3.0  # CPU seconds that a small input may cost before the whole fast vocabulary is loaded after all
+REFERENCE_SPEED = 2e6  # characters a CPU second
+PRUNED_LOAD = 0.7  # CPU seconds
+CHECK_ROWS, CHECK_CHARS = 16, 64 << 10  # what is encoded twice after a load
 
 
 class Encoded(NamedTuple):
     """The rows of one `Encoder.encode` call, flat.
 
-    ids: int32 [tokens]; offsets: int64 [rows + 1], row i is ids[offsets[i]:offsets[i + 1]]; mask: int8 [tokens], 1 where
-    the token is learnt; rejects: row -> why, such a row is an empty slice; control_literals: literals of special added
+    ids: int32 [tokens]. offsets: int64 [rows + 1]; row i is ids[offsets[i]:offsets[i + 1]]. mask: int8 [tokens], 1 for
+    a learnt token. rejects: row -> why; such a row is an empty slice. control_literals: literals of special added
     tokens in reply texts, which became ordinary text.
     """
 
@@ -43,112 +51,187 @@ class Encoded(NamedTuple):
     control_literals: int
 
 
-class Engine(Protocol):
-    """One BPE implementation."""
-
-    def encode(self, texts: list[str], split_special: bool) -> tuple[Ids, Offsets]:
-        """Encodes texts apart: flat ids and offsets [texts + 1]. split_special: special added tokens are plain text."""
-
-
-class Reference:
-    """`tokenizers`: slow, and what exact means."""
-
-    def __init__(self, path: Path) -> None:
-        import tokenizers
-
-        self.tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        self.tokenizer.no_truncation()  # as servers do: a limit stored in the file would cut rows in silence
-        self.tokenizer.no_padding()
-        self.tokenizer.post_processor = None  # adds nothing without add_special_tokens, but may trim offsets
-
-    def encode(self, texts: list[str], split_special: bool) -> tuple[Ids, Offsets]:
-        self.tokenizer.encode_special_tokens = split_special
-        parts = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(p) for p in parts], out=offsets[1:])
-        return np.fromiter((i for p in parts for i in p), np.int32, int(offsets[-1])), offsets
-
-    def first_token_from(self, text: str, char: int) -> int:
-        """Index of the first token of a reply that starts at or after a character offset."""
-        self.tokenizer.encode_special_tokens = True
-        starts = [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
-        return int(np.searchsorted(np.asarray(starts, np.int64), char))
-
-
 class Encoder:
-    """Encodes rows of pieces. `load` before the fork, `encode` after it: nothing here starts a thread before."""
+    """Encodes rows of pieces with the tokenizer of one directory; `load` it once and fork as you like after that."""
 
-    def __init__(self, reference: Reference) -> None:
-        self.reference = reference
-        inner = reference.tokenizer
-        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        self.control_tokens = tuple(t.content for t in inner.get_added_tokens_decoder().values() if t.special)
+    def __init__(self, path: Path, small: bool) -> None:
+        self.path = path
+        self.fast: Fast | None = None  # with the whole vocabulary
+        self.unproven: str | None = None  # why the reference is used for everything
+        self._lengths: NDArray[np.int32] | None = None  # bytes per token, known once a fast engine was
+        self._nfc = False
+        self._spent = 0.0
+        self._checked = mmap.mmap(-1, 1)  # shared with forks: one process of a pod makes the check, not each
+        if not small:
+            self._load_fast()
+        self.control_tokens: tuple[str, ...]
+        if self.fast is None:
+            self.vocab_size, self.control_tokens = self.reference.rows, self.reference.control_tokens
+        # cheap gates in front of the regular expression: no control token without its first two characters
+        self._gates = sorted({token[:2] for token in self.control_tokens})
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @classmethod
-    def load(cls, tokenizer_dir: Path, batch_bytes: int = 8 << 20) -> Encoder:
-        """Loads tokenizer_dir/tokenizer.json. batch_bytes: how much input there is in all, to choose the engine.
+    def load(cls, tokenizer_dir: Path, input_bytes: int = 1 << 40) -> Encoder:
+        """Loads tokenizer_dir/tokenizer.json. input_bytes: all input of this process and its forks; a small one is
+        encoded without loading the whole fast vocabulary, which takes about two CPU seconds.
 
         Raises JobError(CONFIG) where the file is absent or unreadable.
         """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork; one worker is one core
+        engines.single_threaded()
         path = tokenizer_dir / "tokenizer.json"
         if not path.is_file():
             raise JobError(Exit.CONFIG, f"{path} does not exist", "the model directory needs a tokenizer.json")
-        try:
-            return cls(Reference(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise JobError(Exit.CONFIG, f"{path} cannot be read as a tokenizer: {error}") from error
+        return cls(path, input_bytes <= SMALL_INPUT)
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine in use, for the statistics of a run."""
+        return "tokenizers" if self.fast is None else "fastokens"
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.path)
 
     def encode(self, rows: Sequence[TextRow]) -> Encoded:
-        """Encodes rows; see Encoded. A row whose given ids are foreign to this tokenizer is in `rejects`."""
+        """Encodes rows; see Encoded. JobError(SELF_CHECK) where the fast engine differs from `tokenizers`."""
         rejects: dict[int, Reject] = {}
-        texts: dict[int, list[str]] = {PROMPT: [], REPLY: []}
-        plan: list[tuple[int, Piece]] = []
+        pieces: list[Piece] = []
+        counts = np.zeros(len(rows) + 1, np.int64)  # pieces up to each row
         for number, row in enumerate(rows):
-            reject = next((r for p in row.pieces if p.kind == IDS and (r := self._foreign(p))), None)
+            given = [piece for piece in row.pieces if piece.kind == IDS]
+            reject = next(filter(None, map(self._foreign, given)), None) if given else None
             if reject:
                 rejects[number] = reject
-                continue
-            for piece in row.pieces:
-                if piece.kind in texts:
-                    texts[piece.kind].append(piece.text)
-                plan.append((number, piece))
-        flat = {kind: self.reference.encode(texts[kind], kind == REPLY) for kind in texts}
-        taken = {PROMPT: 0, REPLY: 0}
-        parts: list[Ids] = []
-        masks: list[NDArray[np.int8]] = []
-        lengths = np.zeros(len(rows) + 1, np.int64)
-        for number, piece in plan:
-            if piece.kind in taken:
-                ids, offsets = flat[piece.kind]
-                at = taken[piece.kind]
-                taken[piece.kind] += 1
-                part = ids[offsets[at] : offsets[at + 1]]
             else:
-                part = np.asarray(piece.ids, np.int32)
-            mask = np.full(len(part), piece.loss, np.int8)
-            if piece.loss and piece.loss_from:
-                mask[: self.reference.first_token_from(piece.text, piece.loss_from)] = 0
-            parts.append(part)
-            masks.append(mask)
-            lengths[number + 1] += len(part)
-        empty_ids, empty_mask = np.zeros(0, np.int32), np.zeros(0, np.int8)
-        controls = sum(self.count_control(text) for text in texts[REPLY])
-        return Encoded(
-            np.concatenate([empty_ids, *parts]),
-            np.cumsum(lengths),
-            np.concatenate([empty_mask, *masks]),
-            rejects,
-            controls,
-        )
+                pieces += row.pieces
+            counts[number + 1] = len(pieces)
+        plain: list[str] = []
+        split: list[str] = []  # replies with the literal of a control token in them
+        literals = 0
+        where: list[list[str] | None] = []
+        for piece in pieces:
+            target = None
+            if piece.ids is None:
+                target = plain
+                if piece.kind == REPLY and any(gate in piece.text for gate in self._gates):
+                    found = self.count_control(piece.text)
+                    literals += found
+                    target = split if found else plain
+                target.append(piece.text)
+            where.append(target)
+        engine = self._engine(plain, split)
+        flat = {id(texts): _slices(*engine.encode(texts, texts is split)) for texts in (plain, split)}
+        parts = [
+            np.asarray(piece.ids, np.int32) if target is None else next(flat[id(target)])
+            for piece, target in zip(pieces, where, strict=True)
+        ]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        mask = np.repeat(np.fromiter((piece.loss for piece in pieces), np.int8, len(pieces)), lengths)
+        for number, piece in enumerate(pieces):
+            if piece.loss_from and piece.loss:
+                start = int(ends[number])
+                mask[start : start + self._first_learnt(piece, parts[number])] = 0
+        ids = np.concatenate([np.zeros(0, np.int32), *parts])
+        encoded = Encoded(ids, ends[counts], mask, rejects, literals)
+        if not isinstance(engine, Reference) and not self._checked[0]:
+            self._checked[0] = 1
+            self._cross_check(rows, encoded)
+        return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return str(self.reference.tokenizer.decode(list(ids), skip_special_tokens=False))
+        return (self.fast or self.reference).decode(ids)
 
     def count_control(self, text: str) -> int:
         """How many literals of special added tokens are in a text (message content, not a rendered prompt)."""
-        return sum(text.count(token) for token in self.control_tokens)
+        return sum(1 for _ in self._controls.finditer(text))
+
+    def _load_fast(self) -> None:
+        """Loads the whole fast vocabulary if the layout is proven; sets what else is known from the file."""
+        raw, data = self._read()
+        if self.unproven is None:
+            self.fast = Fast(raw.decode())
+            added = data.get("added_tokens") or []
+            self.vocab_size = len(engines.byte_lengths(data))
+            self.control_tokens = tuple(token["content"] for token in added if token["special"])
+
+    def _read(self) -> tuple[bytes, dict[str, Any]]:
+        """tokenizer.json raw and parsed; sets what is known of its layout."""
+        try:
+            raw = self.path.read_bytes()
+            data = engines.parse(raw)
+            self.unproven = engines.unproven(data)
+            if self.unproven is None:
+                self._lengths = engines.byte_lengths(data)
+                self._nfc = data.get("normalizer") is not None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobError(Exit.CONFIG, f"{self.path} cannot be read as a tokenizer: {error}") from error
+        return raw, data
+
+    def _engine(self, *batches: Sequence[str]) -> Engine:
+        """The cheapest engine for these texts."""
+        if self.fast is not None:
+            return self.fast
+        if self.unproven is not None:
+            return self.reference
+        texts = [text for batch in batches for text in batch]
+        size = sum(map(len, texts))
+        prune = size >= PRUNE_FROM and all(map(_is_nfc, texts))
+        self._spent += PRUNED_LOAD if prune else size / REFERENCE_SPEED
+        if self._spent > PATIENCE:  # many calls with little each: as dear as one load
+            self._load_fast()
+            return self.fast or self.reference
+        if not prune:
+            return self.reference
+        _, data = self._read()
+        return self.reference if self.unproven is not None else engines.pruned(data, texts)
+
+    def _cross_check(self, rows: Sequence[TextRow], encoded: Encoded) -> None:
+        """Encodes the first rows by the definition; JobError(SELF_CHECK) where that differs."""
+        size = 0
+        for number, row in enumerate(rows[:CHECK_ROWS]):
+            start, end = int(encoded.offsets[number]), int(encoded.offsets[number + 1])
+            if number in encoded.rejects:
+                continue
+            expected: list[int] = []
+            for piece in row.pieces:
+                size += len(piece.text)
+                expected += piece.ids if piece.ids is not None else self.reference.ids(piece.text, piece.kind == REPLY)
+            if expected != encoded.ids[start:end].tolist():
+                raise JobError(
+                    Exit.SELF_CHECK,
+                    f"row {number} of the first batch: the fast encoding with {self.path} differs from `tokenizers`",
+                    "do not use the output; report the versions of fastokens and tokenizers",
+                )
+            if size > CHECK_CHARS:
+                break
+
+    def _first_learnt(self, piece: Piece, ids: Ids) -> int:
+        """Index of the first token of a piece that starts at or after its `loss_from`."""
+        text, char = piece.text, piece.loss_from
+        if piece.kind == IDS:
+            return self._first_given(text[:char], ids)
+        if self._lengths is None or (self._nfc and not _is_nfc(text)):
+            return self.reference.first_token_from(text, char)
+        ends = np.cumsum(self._lengths[ids])
+        return int(np.searchsorted(ends[:-1], len(text[:char].encode()))) + 1
+
+    def _first_given(self, head: str, ids: Ids) -> int:
+        """The same for given ids, whose text equals the row's but for white space: `head` is not learnt."""
+        wanted = len("".join(head.split()))
+        low, high = 0, len(ids)
+        while low < high:  # the least number of tokens that hold all visible characters of the head
+            middle = (low + high) // 2
+            if len("".join(self.decode(ids[:middle].tolist()).split())) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        while low < len(ids) and self.decode(ids[low : low + 1].tolist())[:1].isspace():
+            low += 1
+        return low
 
     def _foreign(self, piece: Piece) -> Reject | None:
         """Why the ids of an IDS piece cannot be this tokenizer's."""
@@ -156,6 +239,17 @@ class Encoder:
         bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if bad is not None:
             return Reject("foreign_token_ids", f"id {bad} is outside the vocabulary of {self.vocab_size}")
-        if piece.text and self.decode(ids) not in (piece.text, unicodedata.normalize("NFC", piece.text)):
-            return Reject("foreign_token_ids", "the ids do not decode to the text of the row")
+        if piece.text:
+            decoded = self.decode(ids)
+            if not same_text(decoded, piece.text) and not same_text(decoded, unicodedata.normalize("NFC", piece.text)):
+                return Reject("foreign_token_ids", "the ids do not decode to the text of the row")
         return None
+
+
+def _is_nfc(text: str) -> bool:
+    return text.isascii() or unicodedata.is_normalized("NFC", text)
+
+
+def _slices(ids: Ids, offsets: Offsets) -> Iterator[Ids]:
+    bounds = offsets.tolist()
+    return (ids[a:b] for a, b in itertools.pairwise(bounds))
