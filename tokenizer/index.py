@@ -32,7 +32,7 @@ from tokenizer.job import (
     shard_name,
 )
 from tokenizer.read import LineReader
-from tokenizer.shard import batch_digest, content_sha256, join
+from tokenizer.shard import START, batch_digest, content_sha256, join
 from tokenizer.store import Options, Store, locate
 from tokenizer.tally import Tally, repeated
 
@@ -94,6 +94,8 @@ def convert_object(
         _part(folder, task, "jsonl").open("wb") as rejects,
         _part(folder, task, "hashes").open("wb") as hashes,
     ):
+        if task == 0:
+            messages.write(START)
         for chunk in lines:
             for output in converter.chunk(chunk):
                 if output.batch is not None:
@@ -189,8 +191,7 @@ def _assemble(
                 if bytes.fromhex(key) in common:
                     texts.setdefault(key, record["texts"][key])
     shard, rejects = folder / "shard.arrow", folder / "rejects.jsonl"
-    with shard.open("wb") as file:
-        shard_sha256, shard_bytes = join((_part(folder, t, "arrow") for t in range(len(objects))), file)
+    shard_sha256, shard_bytes = join([_part(folder, t, "arrow") for t in range(len(objects))], shard)
     digest = hashlib.sha256()
     with rejects.open("wb") as file:
         for task in range(len(objects)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Spool:
         """
         store, key = locate(obj.key, options)
         lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
-        with sqlite3.connect(self.path) as base:
+        with closing(sqlite3.connect(self.path)) as base:
             base.execute("PRAGMA journal_mode = OFF")
             base.execute("PRAGMA synchronous = OFF")
             base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")

@@ -1,6 +1,6 @@
 """The shard: one index's rows as an Arrow IPC stream whose bytes depend on the rows alone. Prose: FORMAT.md.
 
-Workers write whole record-batch messages; `join` puts them behind one schema message by copying bytes. So neither the
+Workers write whole record-batch messages; `join` puts them behind one schema message as they are. So neither the
 number of workers nor who finished first can be seen in a shard, and nothing is ever decoded twice or combined.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from tokenizer.gate import Commit, Final, Supervised, check_keys, features, fina
 
 __all__ = [
     "SCHEMA",
+    "START",
     "Closed",
     "Commit",
     "Final",
@@ -54,7 +56,9 @@ SCHEMA = pa.schema(
     ],
     metadata={"huggingface": json.dumps({"info": {"features": features()}}, sort_keys=True)},
 )
+START = SCHEMA.serialize().to_pybytes()  # the schema message: the first bytes of every shard
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+COPY = 1 << 20  # bytes
 MAX_TOKENS = (1 << 31) - 1  # of one record batch: list offsets are int32
 
 
@@ -170,24 +174,24 @@ def content_sha256(digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def join(parts: Iterable[Path], out: IO[bytes]) -> tuple[str, int]:
-    """Schema message + the record-batch messages of every part + end of stream; returns SHA-256 (hex) and bytes."""
-    digest = hashlib.sha256()
-    size = 0
+def join(parts: Sequence[Path], shard: Path) -> tuple[str, int]:
+    """A shard from `parts` in order: the first begins with `START`, all hold record-batch messages; none is left.
 
-    def put(data: bytes | memoryview) -> None:
-        nonlocal size
-        digest.update(data)
-        out.write(data)
-        size += len(data)
-
-    put(SCHEMA.serialize().to_pybytes())
-    for part in parts:
-        with part.open("rb") as file:
-            while data := file.read(1 << 20):
-                put(data)
-    put(END_OF_STREAM)
-    return digest.hexdigest(), size
+    The first becomes the shard and the others are appended, so an index of one object is never copied. Returns
+    SHA-256 (hex) and bytes of the shard.
+    """
+    if parts:
+        parts[0].replace(shard)
+    else:
+        shard.write_bytes(START)
+    with shard.open("ab") as out:
+        for part in parts[1:]:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, out, COPY)
+            part.unlink()
+        out.write(END_OF_STREAM)
+    with shard.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), shard.stat().st_size
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
