@@ -1,0 +1,298 @@
+"""Runs on Kubernetes: one Job a run (`<run>`, then `<run>-r2`, ...), found again by its labels alone.
+
+What the Job's name cannot tell stands in its annotations: OUT, and which plan index each of its own indexes does. So
+`status` and `logs` need no state on this machine, and two people see the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from dflashctl.backends.base import Known, LogLine, Submission
+from dflashctl.backends.kube import Api, Refused
+from dflashctl.backends.podlogs import LogReader
+from dflashctl.errors import ApiError, TakenError
+from dflashctl.progress import QUEUE_LABEL, Object, Snapshot, fold, own_pods, parse_ranges, pod_index
+from dflashctl.render import Node, Run, base, render
+from dflashctl.why import Cause, why
+
+RUN_LABEL = "dflashctl/run"
+MINE = "app.kubernetes.io/managed-by=dflashctl"
+OUT, INDEXES, SPEC = "dflashctl/out", "dflashctl/indexes", "dflashctl/spec-sha256"
+DELETE_WAIT_S = 120.0
+PROGRESS_EVERY_S = 10.0  # how often a running pod is asked for its last line
+ASKED_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """What submitting needs beside the Job itself: image, node profile and the flags of design's submit line."""
+
+    image: str = ""
+    node: Node = field(default_factory=Node)
+    model: str = ""
+    spec_sha256: str = ""
+    queue: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    s3_secret: str = ""
+    service_account: str = ""
+    deadline_s: int | None = None
+    sets: Sequence[str] = ()
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5", as Kubernetes writes completed indexes; order is kept only if ascending."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def manifest(submission: Submission, place: Place, namespace: str) -> dict[str, Any]:
+    """The Job of a submission: pure, byte-identical every time."""
+    job = render(
+        base(submission.kind),
+        Run(
+            kind=submission.kind,
+            run=submission.run,
+            job=submission.job,
+            namespace=namespace,
+            image=place.image,
+            argv=submission.argv,
+            node=place.node,
+            model=place.model,
+            spec_sha256=place.spec_sha256,
+            completions=len(submission.indexes),
+            parallelism=submission.parallelism,
+            queue=place.queue,
+            env=place.env,
+            s3_secret=place.s3_secret,
+            service_account=place.service_account,
+            deadline_s=place.deadline_s,
+            sets=place.sets,
+        ),
+    )
+    job["metadata"]["annotations"] |= {OUT: submission.out, INDEXES: ranges(submission.indexes)}
+    return job
+
+
+def attempt(job: Object) -> int:
+    """`run-r3` -> 3; the first Job of a run is 1."""
+    name, run = job["metadata"]["name"], job["metadata"]["labels"][RUN_LABEL]
+    return int(name[len(run) + 2 :] or 1) if name != run else 1
+
+
+class KubeBackend:
+    """Implements `base.Backend` on one context and namespace."""
+
+    name = "kube"
+
+    def __init__(self, api: Api, namespace: str, place: Place | None = None) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.place = place or Place()
+        self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
+        self._pods = f"/api/v1/namespaces/{namespace}/pods"
+        self._events = f"/api/v1/namespaces/{namespace}/events"
+        self._workloads = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/workloads"
+        self._asked: dict[str, tuple[float, Mapping[str, Any]]] = {}
+
+    # ---- Backend
+
+    def render(self, submission: Submission) -> dict[str, Any]:
+        return manifest(submission, self.place, self.namespace)
+
+    def check(self, submission: Submission) -> None:
+        """`--dry-run=server`: the API server's own verdict; nothing is kept."""
+        self.api.create(self._jobs, self.render(submission), dry_run=True)
+
+    def submit(self, submission: Submission) -> None:
+        job = self.render(submission)
+        for old in self._of(submission.run):
+            if old["metadata"]["name"] != submission.job:
+                self._delete(old)
+        try:
+            self.api.create(self._jobs, job)
+        except Refused as error:
+            if error.status != 409:
+                raise
+            there = self.api.find(f"{self._jobs}/{submission.job}")
+            if there is not None and not _same(there, job):
+                raise TakenError(f"Job `{submission.job}` of another spec is in namespace `{self.namespace}`",
+                                 "choose another --name, or `dflashctl rm` it") from None  # fmt: skip
+
+    def runs(self) -> list[Known]:
+        newest: dict[str, Object] = {}
+        for job in self.api.items(self._jobs, labelSelector=MINE):
+            run = (job["metadata"].get("labels") or {}).get(RUN_LABEL)
+            if run and (run not in newest or attempt(job) > attempt(newest[run])):
+                newest[run] = job
+        known = [_known(run, job) for run, job in newest.items()]
+        return sorted(known, key=lambda k: (-k.created, k.run))
+
+    def snapshot(self, run: str) -> Snapshot | None:
+        job, pods = self._objects(run)
+        if job is None:
+            return None
+        events = [] if pods else self._job_events(job)
+        seen = fold(job, pods, events, self._workload(job))
+        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) or list(range(seen.total))
+        said = self._progress(p for p in pods if (p.get("status") or {}).get("phase") == "Running")
+        return replace(
+            seen,
+            failed=tuple(plan[i] for i in seen.failed),
+            indexes=tuple(
+                replace(i, index=plan[i.index], message=i.message or said.get(i.pod, {})) for i in seen.indexes
+            ),
+        )
+
+    def logs(self, run: str, indexes: Sequence[int] | None, previous: bool, follow: bool) -> Iterator[LogLine]:
+        job, _ = self._objects(run)
+        if job is None:
+            raise ApiError(f"run `{run}` has no Job in namespace `{self.namespace}`", "see `dflashctl ls`")
+        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) or [0]
+
+        def pods() -> tuple[list[tuple[int, Object]], bool]:
+            newest, found = self._objects(run)
+            ended = newest is None or fold(newest, found).ended
+            chosen = [(plan[pod_index(p)], p) for p in found]
+            return [(i, p) for i, p in chosen if indexes is None or i in indexes], ended
+
+        return LogReader(self.api, self._pods, pods).read(previous=previous, follow=follow)
+
+    def stop(self, run: str) -> None:
+        """Suspend: through Kueue's Workload where a queue holds the Job, since Kueue would un-suspend it again."""
+        self._set_active(run, active=False)
+        end = time.monotonic() + DELETE_WAIT_S
+        while time.monotonic() < end:
+            _, pods = self._objects(run)
+            if not any((p.get("status") or {}).get("phase") in ("Pending", "Running") for p in pods):
+                return
+            time.sleep(0.5)
+        raise ApiError(f"pods of `{run}` still run after {DELETE_WAIT_S:.0f} s", "`dflashctl why` names the node")
+
+    def unsuspend(self, run: str) -> None:
+        self._set_active(run, active=True)
+
+    # ---- what only a cluster can do
+
+    def scale(self, run: str, parallelism: int) -> None:
+        job = self._newest(run)
+        self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"parallelism": parallelism}})
+
+    def remove(self, run: str) -> None:
+        """Delete the run's Jobs with their pods; bucket data is never touched."""
+        for job in self._of(run):
+            self._delete(job)
+
+    def why(self, run: str, now: float) -> list[Cause]:
+        job, pods = self._objects(run)
+        nodes = self._nodes(pods) if any(p["metadata"].get("deletionTimestamp") for p in pods) else []
+        events = self.api.items(self._events) if job else []
+        return why(job, pods, events, self._workload(job) if job else None, nodes, now)
+
+    def bundle(self, run: str) -> dict[str, Any]:
+        """Everything `why` looks at, for a bug report."""
+        job, pods = self._objects(run)
+        return {"job": job, "pods": pods, "events": self.api.items(self._events) if job else []}
+
+    # ---- objects
+
+    def _of(self, run: str) -> list[dict[str, Any]]:
+        found = self.api.items(self._jobs, labelSelector=f"{RUN_LABEL}={run}")
+        return sorted(found, key=attempt)
+
+    def _newest(self, run: str) -> dict[str, Any]:
+        jobs = self._of(run)
+        if not jobs:
+            raise ApiError(f"run `{run}` has no Job in namespace `{self.namespace}`", "see `dflashctl ls`")
+        return jobs[-1]
+
+    def _objects(self, run: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        jobs = self._of(run)
+        if not jobs:
+            return None, []
+        pods = self.api.items(self._pods, labelSelector=f"batch.kubernetes.io/job-name={jobs[-1]['metadata']['name']}")
+        return jobs[-1], own_pods(jobs[-1], pods)  # type: ignore[return-value]
+
+    def _job_events(self, job: Object) -> list[dict[str, Any]]:
+        return self.api.items(self._events, fieldSelector=f"involvedObject.uid={job['metadata']['uid']}")
+
+    def _nodes(self, pods: Sequence[Object]) -> list[dict[str, Any]]:
+        """The pods' nodes, where this account may read them: a namespaced Role may not, and `why` does without."""
+        names = {n for p in pods if (n := (p.get("spec") or {}).get("nodeName"))}
+        try:
+            return [o for n in sorted(names) if (o := self.api.find(f"/api/v1/nodes/{n}"))]
+        except Refused:
+            return []
+
+    def _workload(self, job: Object) -> dict[str, Any] | None:
+        if QUEUE_LABEL not in (job["metadata"].get("labels") or {}):
+            return None
+        try:
+            found = self.api.items(self._workloads, labelSelector=f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}")
+        except Refused as error:
+            if error.status in (403, 404):
+                return None
+            raise
+        return found[0] if found else None
+
+    def _set_active(self, run: str, active: bool) -> None:
+        job = self._newest(run)
+        workload = self._workload(job)
+        if workload is not None:
+            self.api.patch(f"{self._workloads}/{workload['metadata']['name']}", {"spec": {"active": active}})
+        else:
+            self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"suspend": not active}})
+
+    def _delete(self, job: Object) -> None:
+        path = f"{self._jobs}/{job['metadata']['name']}"
+        self.api.delete(path, job["metadata"]["uid"])
+        end = time.monotonic() + DELETE_WAIT_S
+        while (there := self.api.find(path)) is not None and there["metadata"]["uid"] == job["metadata"]["uid"]:
+            if time.monotonic() > end:
+                raise ApiError(f"Job `{job['metadata']['name']}` is still being deleted after {DELETE_WAIT_S:.0f} s",
+                               "`dflashctl why` names the node that does not answer")  # fmt: skip
+            time.sleep(0.3)
+
+    def _progress(self, pods: Iterable[Object]) -> dict[str, Mapping[str, Any]]:
+        """Pod name -> the last JSON line it printed, asked at most every PROGRESS_EVERY_S a pod."""
+        names, now = [p["metadata"]["name"] for p in pods], time.monotonic()
+        due = [n for n in names if now - self._asked.get(n, (-1e9, {}))[0] >= PROGRESS_EVERY_S]
+        if due:
+            with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+                for name, said in zip(due, pool.map(self._last_line, due), strict=True):
+                    self._asked[name] = (now, said or self._asked.get(name, (0.0, {}))[1])
+        return {n: self._asked[n][1] for n in names}
+
+    def _last_line(self, pod: str) -> Mapping[str, Any]:
+        try:
+            for line in reversed(list(self.api.lines(f"{self._pods}/{pod}/log", tailLines=5))):
+                value = json.loads(line) if line.startswith(b"{") else None
+                if isinstance(value, dict) and "rows" in value:
+                    return value
+        except (Refused, ConnectionError, ValueError):
+            pass  # a pod without a readable last line has no progress to show, and says so by its dashes
+        return {}
+
+
+def _known(run: str, job: Object) -> Known:
+    meta = job["metadata"]
+    created = datetime.fromisoformat(meta["creationTimestamp"]).timestamp()
+    kind = meta["labels"].get("app.kubernetes.io/component", "tokenize")
+    return Known(run, kind, (meta.get("annotations") or {}).get(OUT, ""), meta["name"], created)
+
+
+def _same(there: Object, mine: Object) -> bool:
+    keys = (SPEC, OUT, INDEXES)
+    a, b = (o["metadata"].get("annotations") or {} for o in (there, mine))
+    return all(a.get(k) == b.get(k) for k in keys)
