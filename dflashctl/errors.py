@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Mapping
-
-from tokenizer.job import Exit, JobError
 
 _SECRET_NAME = re.compile(r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_KEY|API_KEY)(?:_|$)(?!.*FILE$)")
 _USERINFO = re.compile(r"(?<=://)[^/\s@:]+:[^/\s@]+(?=@)")
@@ -84,6 +81,8 @@ def redact(text: str, secrets: list[str]) -> str:
 
 def describe(error: BaseException) -> tuple[int, str, str]:
     """(exit code, message, hint) of whatever ended the program; never a stack trace, never a secret."""
+    from tokenizer.job import Exit, JobError  # here: the help text must not wait for it
+
     if isinstance(error, CliError):
         code, message, hint = error.code, error.message, error.hint
     elif isinstance(error, JobError):
@@ -98,6 +97,8 @@ def describe(error: BaseException) -> tuple[int, str, str]:
         where = f"`{error.filename}`: " if error.filename else ""
         code, message, hint = 1, f"{where}{error.strerror or error}", ""
     else:
+        import traceback
+
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
         code, message = 1, f"internal error: {type(error).__name__}: {error}{place}"

@@ -21,7 +21,7 @@ from tokenizer.store import StoreError
 
 LIVE = ("queued", "pending", "running")  # states that change by themselves
 ENDED = ("failed", "refused", "succeeded", "deleted")
-LATEST = "@latest"
+LATEST = "@latest"  # the newest run that the backend knows
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def fold(
         state = "running" if pool else "pending"
     elif ended == "succeeded":
         state = "succeeded"
-    elif suspended:
+    elif suspended or ended == "stopped":
         state, reason = "suspended", ""
     else:
         state = "failed"
@@ -248,7 +248,7 @@ def read_indexes(folder: Path) -> dict[int, Index]:
             found[int(record["index"])] = Index(
                 index=int(record["index"]),
                 state=str(record["state"]),
-                tries=int(record.get("try") or 0),
+                tries=int(record.get("try") or 0) + (record.get("pid") is not None),
                 pod=str(record.get("pid") or ""),
                 reason=str(record.get("reason") or ""),
                 exit_code=record.get("exit"),

@@ -6,13 +6,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl import config, show
-from dflashctl.backends.base import Backend, open_backend
+from dflashctl import show
 from dflashctl.errors import UsageError
+
+if TYPE_CHECKING:  # help must not wait for what only a verb needs
+    from dflashctl.backends.base import Backend
+    from dflashctl.config import Settings
 
 GLOBALS: dict[str, Any] = {
     "backend": Annotated[str | None, typer.Option("--backend", metavar="NAME", help="Where runs go: local.")],
@@ -22,6 +25,7 @@ GLOBALS: dict[str, Any] = {
     ],
 }
 
+LATEST = "@latest"
 RunRef = Annotated[str, typer.Argument(metavar="[RUN]", help="A run's name, @latest, or the URI of its OUT.")]
 
 
@@ -29,11 +33,13 @@ RunRef = Annotated[str, typer.Argument(metavar="[RUN]", help="A run's name, @lat
 class Session:
     """One invocation: its settings, and how its result is printed."""
 
-    settings: config.Settings
+    settings: Settings
     output: str
 
     def backend(self) -> Backend:
         """The chosen backend; its name is the first thing that is said."""
+        from dflashctl.backends.base import open_backend
+
         chosen = self.settings.section("")["backend"]
         backend = open_backend(str(chosen.value or "local"))
         show.say(f"backend {backend.name}")
@@ -85,6 +91,8 @@ def verb(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., int]], Ca
 
 def open_session(flags: dict[str, Any]) -> Session:
     """Settings and output format of one invocation; raises UsageError."""
+    from dflashctl import config
+
     settings = config.load(flags.pop("config_file"), flags)
     chosen = settings.section("")["output"]
     if chosen.value not in show.FORMATS:

@@ -7,12 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dflashctl import doctor as doctors
-from dflashctl import inspect as reports
 from dflashctl import show
 from dflashctl.commands.common import Session, verb
 from dflashctl.errors import PreflightError, UsageError
-from dflashctl.records import QUICK, Out
 
 
 def add(app: typer.Typer) -> None:
@@ -27,6 +24,8 @@ def add(app: typer.Typer) -> None:
         ] = None,
     ) -> int:
         """Report on a dataset: rows, tokens, what is learnt, what was rejected and why."""
+        from dflashctl import inspect as reports
+
         record = _record(out)
         if against is not None:
             document = reports.against((out, record), (against, _record(against)))
@@ -43,6 +42,8 @@ def add(app: typer.Typer) -> None:
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every setting and where it came from.")] = False,
     ) -> int:
         """Look for what would stop a run. Exits 4 if something would."""
+        from dflashctl import doctor as doctors
+
         if what != "tokenize":
             raise UsageError(f"doctor of {what!r} is not known", "known are tokenize")
         found = list(doctors.checks(session.settings))
@@ -60,6 +61,8 @@ def add(app: typer.Typer) -> None:
 
 def _record(uri: str) -> dict[str, Any]:
     """dataset.json, else refused.json, else the same figures of what is committed so far."""
+    from dflashctl.records import QUICK, Out
+
     out = Out(uri, QUICK)
     record = out.dataset() or out.refused()
     if record is None:

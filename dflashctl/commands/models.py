@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from typing import Annotated, Any
 
@@ -13,11 +12,7 @@ import typer
 from dflashctl import show
 from dflashctl.commands.common import Session, verb
 from dflashctl.errors import ApiError, PreflightError, UsageError
-from tokenizer.job import Exit
-from trainer.job import FORMATS, EvalArgs, ExportArgs
 
-#: Exit codes of the child, in the words of the CLI; what is not here is 1.
-EXITS = {Exit.OK: 0, Exit.USAGE: 2, Exit.DATA: 4, Exit.CONFIG: 4, Exit.SELF_CHECK: 3}
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A drafter checkpoint: a directory.")]
 
 
@@ -34,6 +29,8 @@ def add(app: typer.Typer) -> None:
         max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Per prompt.")] = 256,
     ) -> int:
         """Measure the acceptance length of a drafter the way a server drafts, greedy and checked for losslessness."""
+        from trainer.job import EvalArgs
+
         _at_least("-n", number, 0)
         _at_least("--max-new-tokens", max_new_tokens, 1)
         code, text = _child(
@@ -54,10 +51,12 @@ def add(app: typer.Typer) -> None:
         session: Session,
         checkpoint: Checkpoint,
         out: Annotated[str, typer.Option("--out", metavar="DIR", help="Where the files go.")],
-        format_: Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the files.")] = FORMATS[0],
+        format_: Annotated[str, typer.Option("--format", metavar="z-lab|speculators", help="Of the files.")] = "z-lab",
         target: Annotated[str, typer.Option("--target", metavar="M", help="The target that speculators names.")] = "",
     ) -> int:
         """Write a checkpoint as a directory that inference engines load."""
+        from trainer.job import FORMATS, ExportArgs
+
         if format_ not in FORMATS:
             raise UsageError(f"`--format` is {format_!r}", f"known are {', '.join(FORMATS)}")
         code, _ = _child("export", ExportArgs(checkpoint, out, format_, target).to_argv(), capture=False)
@@ -75,10 +74,15 @@ def _pair(item: tuple[str, Any]) -> tuple[str, str]:
 
 def _child(name: str, argv: list[str], capture: bool) -> tuple[int, str]:
     """Run a verb of the trainer; what it says on stderr goes where ours goes."""
+    import subprocess
+
+    from tokenizer.job import Exit
+
     if importlib.util.find_spec("torch") is None:
         raise PreflightError(f"`{name}` needs the trainer's packages", "pip install 'dflashctl[trainer]'")
     # -P: a trainer.py in the user's directory must not be what runs
     command = [sys.executable, "-P", "-m", "trainer", name, *argv]
     done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, check=False)
-    known = {int(code): exit_code for code, exit_code in EXITS.items()}
+    exits = {Exit.OK: 0, Exit.USAGE: 2, Exit.DATA: 4, Exit.CONFIG: 4, Exit.SELF_CHECK: 3}
+    known = {int(code): exit_code for code, exit_code in exits.items()}
     return known.get(done.returncode, 1), (done.stdout or b"").decode("utf-8", "replace")

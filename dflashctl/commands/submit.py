@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl import follow, preview, show, submit
-from dflashctl import plan as plans
-from dflashctl.backends.base import Backend
-from dflashctl.commands.common import RunRef, Session, verb
-from dflashctl.config import parse_text
+from dflashctl import show
+from dflashctl.commands.common import LATEST, RunRef, Session, verb
 from dflashctl.errors import UsageError
-from dflashctl.runs import LATEST, find
-from tokenizer.job import GateFlags
+
+if TYPE_CHECKING:
+    from dflashctl.backends.base import Backend
+    from dflashctl.plan import Declaration
+    from dflashctl.submit import Started
+    from tokenizer.job import GateFlags
 
 Parallelism = Annotated[
     int | None, typer.Option("--parallelism", metavar="N", help="Indexes that run at once.", show_default=False)
@@ -89,6 +90,9 @@ def add(app: typer.Typer) -> None:
         detach: Detach = False,
     ) -> int:
         """Tokenize completions into a dataset: every row's exact ids, and which of them the model generated."""
+        from dflashctl import plan, preview, submit
+        from dflashctl.config import parse_text
+
         started = time.monotonic()
         flags: dict[str, Any] = {
             "input": inputs,
@@ -113,7 +117,7 @@ def add(app: typer.Typer) -> None:
         values = session.settings.section("tokenize", flags)
         if show_rows is not None and not values["out"].value:
             values["out"] = replace(values["out"], value="./preview")
-        declaration = plans.declare(values, allow_degenerate, os.path.isdir)
+        declaration = plan.declare(values, allow_degenerate, os.path.isdir)
         if show_rows is not None:
             return preview.show_rows(declaration, show_rows, session.output)
         backend = session.backend()
@@ -137,6 +141,9 @@ def add(app: typer.Typer) -> None:
         detach: Detach = False,
     ) -> int:
         """Do what has no commit yet: after a stop, a failure, a crash, or with files changed or left out."""
+        from dflashctl import submit
+        from dflashctl.runs import find
+
         started = time.monotonic()
         for flag, number in (("parallelism", parallelism), ("workers", workers)):
             if number is not None and number < 1:
@@ -157,8 +164,10 @@ def add(app: typer.Typer) -> None:
         return _finish(session, done, backend, detach, started)
 
 
-def _dry_run(session: Session, declaration: plans.Declaration, name: str | None, backend: Backend, side: str) -> int:
+def _dry_run(session: Session, declaration: Declaration, name: str | None, backend: Backend, side: str) -> int:
     """Print the submission; `client` with --shards asks neither the input nor the model."""
+    from dflashctl import submit
+
     if side == "client" and declaration.shards is not None:
         document = submit.declared(declaration, name, backend)
     else:
@@ -168,8 +177,10 @@ def _dry_run(session: Session, declaration: plans.Declaration, name: str | None,
     return 0
 
 
-def _finish(session: Session, done: submit.Started, backend: Backend, detach: bool, started: float) -> int:
+def _finish(session: Session, done: Started, backend: Backend, detach: bool, started: float) -> int:
     """Say what happened, follow the run unless told not to, print its result; the exit code follows its state."""
+    from dflashctl import follow
+
     known, out = done.known, done.out
     if done.outcome == "unchanged":
         show.say(f"run {known.run} unchanged: {known.out} is complete")

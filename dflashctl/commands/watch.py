@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflashctl import follow, show
-from dflashctl import plan as plans
-from dflashctl.backends.base import Backend, Known, LogLine
-from dflashctl.commands.common import RunRef, Session, seconds, verb
+from dflashctl import show
+from dflashctl.commands.common import LATEST, RunRef, Session, seconds, verb
 from dflashctl.errors import ApiError, Detached, RunFailed, UsageError
-from dflashctl.records import QUICK, Out
-from dflashctl.runs import ENDED, LATEST, Status, find, look
-from tokenizer.store import StoreError
+
+if TYPE_CHECKING:
+    from dflashctl.backends.base import Backend, Known, LogLine
+    from dflashctl.records import Out
+    from dflashctl.runs import Status
 
 STUCK_AFTER = "10m"
 
@@ -30,9 +31,11 @@ def add(app: typer.Typer) -> None:
         watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it; Ctrl-C leaves the run alone.")] = False,
     ) -> int:
         """Where a run stands: state, indexes, rows, tokens, and why. Exits 0 whenever it could answer."""
-        backend = session.backend()
-        known = find(run, backend, session.settings)
-        out, wide = Out(known.out, QUICK), session.output == "wide"
+        from dflashctl import follow
+        from dflashctl.runs import ENDED, look
+
+        backend, known, out = _opened(session, run)
+        wide = session.output == "wide"
         if watch:
             text = session.output in ("table", "wide")
             now = follow.watch(
@@ -62,19 +65,21 @@ def add(app: typer.Typer) -> None:
         grep: Annotated[str | None, typer.Option("--grep", metavar="REGEX", help="Only lines that match.")] = None,
     ) -> int:
         """What the indexes of a run printed, each line with its index where there are several."""
+        from dflashctl import plan
+        from dflashctl.runs import look
+
         try:
             pattern = re.compile(grep or "")
         except re.error as error:
             raise UsageError(f"`--grep` {grep!r} is not a regular expression: {error}") from None
-        backend = session.backend()
-        known = find(run, backend, session.settings)
-        indexes = None if index is None else plans.parse_indexes(index)
+        backend, known, out = _opened(session, run)
+        indexes = None if index is None else plan.parse_indexes(index)
         if failed:
-            broken = set(look(backend, known, Out(known.out, QUICK))[0].failed)
+            broken = set(look(backend, known, out)[0].failed)
             indexes = sorted(broken if indexes is None else broken & set(indexes))
         some = False
         try:
-            for line in _log_lines(backend, known, indexes, previous, follow_):
+            for line in _log_lines(backend, known, out, indexes, previous, follow_):
                 some = True
                 if pattern.search(line.text):
                     prefix = "" if indexes is not None and len(indexes) == 1 else f"[{line.index}] "
@@ -98,11 +103,11 @@ def add(app: typer.Typer) -> None:
         ] = STUCK_AFTER,
     ) -> int:
         """Wait for the end of a run and exit by it: 0 succeeded, 3 failed, refused or deleted, 124 timeout."""
+        from dflashctl import follow
+
         limit = None if timeout is None else seconds(timeout, "--timeout")
         patience = _Patience(seconds(stuck_after, "--stuck-after"))
-        backend = session.backend()
-        known = find(run, backend, session.settings)
-        out = Out(known.out, QUICK)
+        backend, known, out = _opened(session, run)
         now = follow.watch(backend, known, out, patience.over, timeout=limit)
         show.emit(now.document(), session.output, lambda: follow.status_block(now, None, False), known.run)
         if now.state != "succeeded":
@@ -112,14 +117,15 @@ def add(app: typer.Typer) -> None:
     @verb(app)
     def stop(session: Session, run: RunRef = LATEST) -> int:
         """Suspend a run; `resume` goes on with what has no commit."""
-        backend = session.backend()
-        known = find(run, backend, session.settings)
-        now, _, _ = look(backend, known, Out(known.out, QUICK))
+        from dflashctl.runs import ENDED, look
+
+        backend, known, out = _opened(session, run)
+        now, _, _ = look(backend, known, out)
         if now.state in ENDED or now.state == "suspended":
             show.say(f"run {known.run} is {now.state} already")
         else:
             backend.stop(known.run)
-            now, _, _ = look(backend, known, Out(known.out, QUICK))
+            now, _, _ = look(backend, known, out)
             show.say(f"run {known.run} {now.state}")
         show.emit(now.document(), session.output, list, known.run)
         return 0
@@ -148,7 +154,8 @@ class _Patience:
         self._limit, self._since = limit, 0.0
 
     def over(self, now: Status) -> bool:
-        import time
+        """Whether this status ends the waiting."""
+        from dflashctl.runs import ENDED
 
         if now.state != "stuck":
             self._since = 0.0
@@ -157,7 +164,20 @@ class _Patience:
         return time.monotonic() - self._since >= self._limit
 
 
+def _opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
+    """The backend, the run that is meant, and its OUT."""
+    from dflashctl.records import QUICK, Out
+    from dflashctl.runs import find
+
+    backend = session.backend()
+    known = find(reference, backend, session.settings)
+    return backend, known, Out(known.out, QUICK)
+
+
 def _listed(backend: Backend, known: Known) -> Status:
+    from dflashctl.records import QUICK, Out
+    from dflashctl.runs import look
+
     now, _, unread = look(backend, known, Out(known.out, QUICK))
     if unread:
         show.warn(unread)
@@ -169,9 +189,11 @@ def _row(now: Status) -> dict[str, Any]:
 
 
 def _log_lines(
-    backend: Backend, known: Known, indexes: list[int] | None, previous: bool, following: bool
+    backend: Backend, known: Known, out: Out, indexes: list[int] | None, previous: bool, following: bool
 ) -> Iterator[LogLine]:
     """From the backend; where it has nothing left, the tails of failed tries that were kept in OUT."""
+    from tokenizer.store import StoreError
+
     some = False
     for line in backend.logs(known.run, indexes, previous, following):
         some = True
@@ -179,6 +201,6 @@ def _log_lines(
     if some or following:
         return
     try:
-        yield from Out(known.out, QUICK).kept_logs(known.job, indexes, previous)
+        yield from out.kept_logs(known.job, indexes, previous)
     except StoreError as error:
         raise ApiError(f"the kept logs cannot be read: {error.message}", error.hint) from None
