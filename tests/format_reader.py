@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Iterator
@@ -58,15 +59,15 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], str]:
             columns = []
             for first, form, width in ((0, "i", 4), (4, "b", 1), (8, "", 1), (11, "", 1)):
                 ends = struct.unpack_from(f"<{rows + 1}i", b[first + 1])
-                lengths = [y - x for x, y in zip(ends, ends[1:])]
+                lengths = [y - x for x, y in itertools.pairwise(ends)]
                 values = b[first + (3 if form else 2)][: ends[-1] * width]
                 digest.update(struct.pack(f"<{rows}q", *lengths) + values)
-                cells = [values[x * width : y * width] for x, y in zip(ends, ends[1:])]
+                cells = [values[x * width : y * width] for x, y in itertools.pairwise(ends)]
                 columns.append([struct.unpack(f"<{len(c) // width}{form}", c) if form else c.decode() for c in cells])
             digest.update(b[15][: 4 * rows])
             columns.append(struct.unpack_from(f"<{rows}i", b[15]))
             names = ("input_ids", "loss_mask", "id", "source_id", "n_loss")
-            found += [dict(zip(names, row)) for row in zip(*columns)]
+            found += [dict(zip(names, row, strict=False)) for row in zip(*columns, strict=False)]
             digests += digest.digest()
         assert hashlib.sha256(digests).hexdigest() == shard["content_sha256"]
         shards += hashlib.sha256(digests).digest()

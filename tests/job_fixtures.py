@@ -62,7 +62,7 @@ def prepare(
     shards: int | None = None,
     run: str = "tok-test",
     tokenizer: Path | None = None,
-    gate: GateFlags = GateFlags(),
+    gate: GateFlags | None = None,
     batch_inputs: dict[str, Sequence[Obj]] | None = None,
     **spec: Any,
 ) -> tuple[Plan, TokenizeArgs, Store]:
@@ -77,7 +77,7 @@ def prepare(
     store.put_bytes(PLAN, plan.to_json(), if_none_match=True)
     for name, data in files.items():
         store.put_bytes(f"{TOKENIZER_DIR}/{name}", data)
-    start(store, plan, run, gate=gate)
+    start(store, plan, run, gate=gate or GateFlags())
     return plan, TokenizeArgs(out=out, run=run, plan_sha256=plan.sha256()), store
 
 
