@@ -189,7 +189,7 @@ def sparse_mask(anchors_BA: Tensor, context: int, block_size: int, kind: Kind) -
     low = torch.zeros_like(high)
     sure_low = low
     if kind.window is not None:
-        low = (tile_position.masked_fill(~real, big).amin(2)[..., None] - kind.window + 1).clamp(min=0)
+        low = (tile_position.masked_fill(tile_anchor <= 0, big).amin(2)[..., None] - kind.window + 1).clamp(min=0)
         sure_low = (tile_position.amax(2)[..., None] - kind.window + 1).clamp(min=0)
     begin = torch.arange(tiles_k, device=device) * TILE
     end = begin + TILE  # exclusive

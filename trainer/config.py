@@ -168,8 +168,9 @@ class DrafterConfig:
         """The checkpoint's config.json: a superset that z-lab's package, SpecForge, SGLang and vLLM all read."""
         shape = asdict(self)
         nested = {"block_size": self.block_size} | {k: shape.pop(k) for k in ("mask_token_id", "target_layer_ids")}
-        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "is_causal"):
-            if shape[name] in (None, 1.0):  # optional keys, absent where they change nothing
+        neutral = {"input_embedding_scale": 1.0, "output_multiplier": 1.0}
+        for name in (*neutral, "final_logit_softcapping", "is_causal"):
+            if shape[name] == neutral.get(name):  # optional keys, absent where they change nothing
                 del shape[name]
         return shape | {
             "architectures": ["DFlashDraftModel"],
