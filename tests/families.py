@@ -29,7 +29,7 @@ def family_dir(family: str) -> Path:
         tokenizer = json.loads((tiny_dir() / "tokenizer.json").read_text())
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TOKENS[family][2]}
         added = tokenizer["added_tokens"]
-        for entry, name in zip(added, TOKENS[family], strict=False):
+        for entry, name in zip(added, TOKENS[family][:3], strict=False):
             entry["content"] = name
         for name in TOKENS[family][3:]:
             added.append({**added[0], "id": added[-1]["id"] + 1, "content": name})
@@ -46,7 +46,7 @@ def family_dir(family: str) -> Path:
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         (directory / "chat_template.jinja").write_bytes(template)
 
-    return cached(f"family-{family}-2", build)
+    return cached(f"family-{family}-3", build)
 
 
 def template_of(family: str) -> str:

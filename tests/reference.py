@@ -132,7 +132,7 @@ class Reference:
         content, thought, calls = message["content"], message.get("reasoning_content", ""), message.get("tool_calls", [])
         family = self.family
         if family.thinks == "no":
-            if thought:
+            if thought.strip():
                 raise Refused("reasoning_lost")
             if calls:
                 raise Refused("unstable_boundary")
