@@ -17,7 +17,22 @@ WORDS = (
     "\ttab double  space   triple #tag @name 100% (paren) [1] {json} \"quoted\" 'single' `code` **bold** ~ | & \\n"
 ).split(" ")
 CHINESE = ("请问", "你好，世界！", "这是一个测试。", "模型", "第１２３章", "（全角）", "標點「符號」", "数据集。\n\n")
-EMOJI = ("🙂", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "e\u0301", "n\u0303o", "\u1112\u1161\u11ab", "Å\u0323", "ﬁ", "\u200b", "\ufeff", "\x00", "𝔘𝔫𝔦")
+EMOJI = (
+    "🙂",
+    "👩‍👩‍👧‍👦",
+    "🏳️‍🌈",
+    "👍🏽",
+    "🇩🇪",
+    "e\u0301",
+    "n\u0303o",
+    "\u1112\u1161\u11ab",
+    "Å\u0323",
+    "ﬁ",
+    "\u200b",
+    "\ufeff",
+    "\x00",
+    "𝔘𝔫𝔦",
+)
 CODE = (
     "```python\ndef f(x):\n    return x  # <think>\n\n\nprint(f(1))\n```",
     "for (int i = 0; i < n; ++i) {\n\tsum += a[i];\n}\n",
@@ -58,7 +73,9 @@ def text(r: random.Random, most: int = 40) -> str:
         if kind < 0.6:
             parts.append(" ".join(r.choices(WORDS, k=r.randint(1, most))))
         else:
-            parts.append("".join(r.choices(CODE if kind < 0.7 else CHINESE if kind < 0.85 else EMOJI, k=r.randint(1, 3))))
+            parts.append(
+                "".join(r.choices(CODE if kind < 0.7 else CHINESE if kind < 0.85 else EMOJI, k=r.randint(1, 3)))
+            )
     return r.choice((" ", "\n", "\n\n", "")).join(parts)
 
 
@@ -147,7 +164,9 @@ def _quoting(r: random.Random) -> Row:
 
 
 def _prompt_injection(r: random.Random) -> Row:
-    return {"messages": [{"role": "system", "content": injected(r, CONTROL)}, user(r, injected(r, CONTROL)), assistant(r)]}
+    return {
+        "messages": [{"role": "system", "content": injected(r, CONTROL)}, user(r, injected(r, CONTROL)), assistant(r)]
+    }
 
 
 def _reply_injection(r: random.Random) -> Row:

@@ -129,7 +129,11 @@ class Reference:
 
     def completion(self, message: Message, prompt: str, cut: bool) -> str:
         """What the model emitted after the prompt, without its end token."""
-        content, thought, calls = message["content"], message.get("reasoning_content", ""), message.get("tool_calls", [])
+        content, thought, calls = (
+            message["content"],
+            message.get("reasoning_content", ""),
+            message.get("tool_calls", []),
+        )
         family = self.family
         if family.thinks == "no":
             if thought.strip():
