@@ -52,10 +52,15 @@ class EmbeddedS3:
         self.secret_key = secrets.token_hex(16)
         ports = _free_ports(2 * len(LISTENERS))
         self.endpoint = f"http://127.0.0.1:{ports[0]}"
-        self._filer = f"http://127.0.0.1:{ports[4]}"
+        self.filer = f"http://127.0.0.1:{ports[4]}"
         (self.directory / "data").mkdir(parents=True, exist_ok=True)
         flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-webdav=false", "-admin.ui=false", "-master.telemetry=false"]
-        flags += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
+        flags += [
+            "-filer.saveToFilerLimit=65536",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.autoCreateBucket=false",
+        ]
         for name, port, grpc in zip(LISTENERS, ports[::2], ports[1::2], strict=True):
             flags += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
         with (self.directory / "server.log").open("wb") as log:
@@ -108,7 +113,7 @@ class EmbeddedS3:
         return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
 
     def _filer_request(self, method: str, path: str, data: bytes | None = None) -> None:
-        request = urllib.request.Request(self._filer + path, method=method, data=data)
+        request = urllib.request.Request(self.filer + path, method=method, data=data)
         with urllib.request.urlopen(request, timeout=10) as answer:
             answer.read()
 

@@ -30,6 +30,7 @@ from tokenizer.store import (
     locate,
     open_store,
     parse_uri,
+    skip_reason,
 )
 
 BOTH = ["file", pytest.param("s3", marks=pytest.mark.s3)]
@@ -369,17 +370,28 @@ def test_what_is_no_fault_of_the_store_is_left_alone() -> None:
 
 
 @pytest.mark.s3
-def test_more_than_a_page_and_folder_markers(s3: str) -> None:
-    from concurrent.futures import ThreadPoolExecutor
+def test_every_page_is_read(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pages of 3 keys, where a server's are of 1000."""
+    from tokenizer.s3 import S3Store
 
-    store = open_store(s3 + "/raw")
-    store.put_bytes("many/", b"")
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: store.put_bytes(f"many/{n:05}.jsonl", b"{}\n"), range(1005)))
-    listing = expand(s3 + "/raw/many")
-    assert [o.key for o in listing.objects] == [f"{n:05}.jsonl" for n in range(1005)]
-    assert listing.skipped_by_reason().get("folder_marker", 0) <= 1  # some servers list it, some do not
-    assert [o.key for o in expand(s3 + "/raw/many/010").objects] == [f"{n:05}.jsonl" for n in range(1000, 1005)]
+    pages: list[int] = []
+    whole = S3Store._page
+
+    def small(self: S3Store, prefix: str, more: dict[str, object]) -> dict[str, object]:
+        page = whole(self, prefix, {**more, "MaxKeys": 3})
+        pages.append(len(page.get("Contents", ())))
+        return page
+
+    monkeypatch.setattr(S3Store, "_page", small)
+    names = [f"raw/{n:02}.jsonl" for n in range(8)]
+    fill(s3, [*names, "raw/d/"])
+    assert [s3 + "/" + name for name in names] == [expand(s3).root + "/" + o.key for o in expand(s3).objects]
+    assert len(pages) >= 6 and max(pages) == 3
+
+
+def test_a_folder_marker_is_skipped_by_name() -> None:
+    assert skip_reason(Stat("raw/d/", 0, "e"), named=False) == "folder_marker"
+    assert skip_reason(Stat("raw/d_$folder$", 0, "e"), named=True) == "folder_marker"
 
 
 @pytest.mark.s3
@@ -498,7 +510,7 @@ print(threading.active_count())
 @pytest.mark.s3
 def test_the_pool_is_as_large_as_the_threads(s3: str, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(s3, Options(threads=16))
-    data = os.urandom(40 << 20)
+    data = os.urandom(20 << 20)
     store.put_bytes("a", data)
     with caplog.at_level(logging.WARNING):
         assert hashlib.sha256(b"".join(store.open_stream("a"))).digest() == hashlib.sha256(data).digest()
