@@ -298,6 +298,8 @@ def derive(
     for name, size in zip(("num_attention_heads", "num_key_value_heads", "head_dim"), shape, strict=True):
         choose(name, size, why)
     depth = choose("num_target_layers", text.get("num_hidden_layers"), "the target's")
+    if not depth:
+        raise _refuse("num_target_layers", "num_hidden_layers is not in the target's config.json")
     choose("target_layer_ids", default_taps(depth), "spread evenly")
     layers = choose("num_hidden_layers", 5)
     choose("block_size", 16)
