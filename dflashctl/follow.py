@@ -11,6 +11,7 @@ from typing import Any
 from dflashctl import show
 from dflashctl.backends.base import Backend, Known
 from dflashctl.errors import ApiError, Detached, TimedOut
+from dflashctl.plan import ranges
 from dflashctl.records import Out
 from dflashctl.runs import ENDED, LIVE, Status, combine, look
 
@@ -82,6 +83,8 @@ def status_block(status: Status, pace: Speed | None, wide: bool) -> list[str]:
         ("rows", show.count(status.rows)),
         ("tokens", f"{show.count(status.tokens)} ({show.count(status.loss_tokens)} learnt)"),
     ]
+    if status.failed:
+        pairs.append(("failed", ranges(status.failed)))
     if status.reason:
         pairs.insert(2, ("reason", show.printable(status.reason)))
     if pace is not None and status.state in LIVE:

@@ -11,7 +11,7 @@ import typer
 
 from dflashctl import show
 from dflashctl.commands.common import LATEST, RunRef, Session, verb
-from dflashctl.errors import UsageError
+from dflashctl.errors import Detached, UsageError
 
 if TYPE_CHECKING:
     from dflashctl.backends.base import Backend
@@ -179,26 +179,36 @@ def _dry_run(session: Session, declaration: Declaration, name: str | None, backe
 
 def _finish(session: Session, done: Started, backend: Backend, detach: bool, started: float) -> int:
     """Say what happened, follow the run unless told not to, print its result; the exit code follows its state."""
+    run = done.known.run
+    try:
+        state = _follow(done, backend, detach)
+    except KeyboardInterrupt:  # also while the modules of the following are loaded
+        raise Detached(f"detached, run `{run}` goes on", f"see it with `dflashctl status {run} -w`") from None
     from dflashctl import follow
 
-    known, out = done.known, done.out
+    document = follow.result(done.known, done.out, state, time.monotonic() - started)
+    detached = detach and state == "running"
+    show.emit(document, session.output, lambda: [run] if detached else follow.result_lines(document), run)
+    return 0 if detached or state == "succeeded" else 3
+
+
+def _follow(done: Started, backend: Backend, detach: bool) -> str:
+    """The state that the run came to; with `detach`, that it runs."""
+    known = done.known
     if done.outcome == "unchanged":
         show.say(f"run {known.run} unchanged: {known.out} is complete")
-        state = "succeeded"
-    else:
-        words = {"started": "started", "running": "is running already", "settled": "needs no further Job"}
-        show.say(f"run {known.run} {words[done.outcome]}")
-        if detach and done.outcome != "settled":
-            show.say(f"see it with `dflashctl status {known.run} -w`")
-            show.emit(follow.result(known, out, "running", 0.0), session.output, lambda: [known.run], known.run)
-            return 0
-        status = follow.watch(backend, known, out, follow.at_rest)
-        state = status.state
-        if status.reason:
-            show.fail(f"run {known.run} {state}: {status.reason}", _hint(state, known.run))
-    document = follow.result(known, out, state, time.monotonic() - started)
-    show.emit(document, session.output, lambda: follow.result_lines(document), known.run)
-    return 0 if state == "succeeded" else 3
+        return "succeeded"
+    words = {"started": "started", "running": "is running already", "settled": "needs no further Job"}
+    show.say(f"run {known.run} {words[done.outcome]}")
+    if detach and done.outcome != "settled":
+        show.say(f"see it with `dflashctl status {known.run} -w`")
+        return "running"
+    from dflashctl import follow
+
+    status = follow.watch(backend, known, done.out, follow.at_rest)
+    if status.reason:
+        show.fail(f"run {known.run} {status.state}: {status.reason}", _hint(status.state, known.run))
+    return status.state
 
 
 def _hint(state: str, run: str) -> str:

@@ -1,0 +1,354 @@
+"""The command line as its users meet it: exit codes, stdout for data, stderr for talk, JSON objects as promised."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import command, ctl, environment, tokenize
+from job_fixtures import answer, chat_line, contents, write_corpus
+from s3_fixtures import *  # noqa: F403
+from vocab import tiny_dir
+
+RESULT = [
+    "schema", "run", "state", "out", "lines_seen", "lines_kept", "lines_rejected", "turns_rejected",
+    "rows", "tokens", "loss_tokens", "seconds",
+]  # fmt: skip
+STATUS = ["schema", "run", "kind", "state", "reason", "queue", "indexes", "rows", "tokens"]
+INSPECT = [
+    "schema", "rows", "tokens", "loss_tokens", "loss_share", "lines", "loss_per_row", "histogram",
+    "most_common_supervised", "degenerate", "reasons",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a corpus `in`, and the complete dataset `out` of it."""
+    folder = tmp_path_factory.mktemp("done")
+    write_corpus(folder / "in", 4, 8)
+    first = tokenize(folder, "in", "out", "--parallelism", "9", "--shards", "3", "-o", "json")
+    assert first.code == 0, first.err
+    (folder / "first.json").write_text(first.out)
+    (folder / "first.err").write_text(first.err)
+    return folder
+
+
+def test_the_result_is_one_object_and_the_talk_is_not_in_it(done: Path) -> None:
+    result = json.loads((done / "first.json").read_text())
+    assert list(result) == RESULT
+    assert (result["state"], result["rows"], result["lines_seen"], result["lines_kept"]) == ("succeeded", 32, 32, 32)
+    assert result["lines_rejected"] == {} and result["turns_rejected"] == {}
+    assert result["out"] == str(done / "out") and result["run"].startswith("tok-out-")
+    said = (done / "first.err").read_text()
+    assert said.splitlines()[0] == "backend local"
+    assert "parallelism 9 is clamped to the 3 shards" in said and "\r" not in said and "\x1b" not in said
+
+
+def test_the_same_again_is_unchanged(done: Path) -> None:
+    before = contents(str(done / "out"))
+    again = tokenize(done, "in", "out", "--shards", "3", "-o", "json")
+    assert again.code == 0 and "unchanged" in again.err
+    assert again.json()["rows"] == 32
+    assert contents(str(done / "out")) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (["--max-length", "9"], "max_length"),
+        (["--loss-on", "response"], "loss_on"),
+        (["--shards", "2"], "shards"),
+        (["--template-kwargs", '{"a": 1}'], "template_kwargs"),
+        (["--generator", "m@1"], "generator"),
+    ],
+)
+def test_another_spec_exits_5_naming_the_field(done: Path, change: list[str], word: str) -> None:
+    refused = tokenize(done, "in", "out", *change)
+    assert refused.code == 5 and f"`{word}`" in refused.err and refused.out == ""
+
+
+def test_another_input_exits_5_naming_the_key(done: Path, tmp_path: Path) -> None:
+    refused = tokenize(done, "in/part-000.jsonl", "out")
+    assert refused.code == 5 and "part-001.jsonl" in refused.err
+    (done / "in" / "more.jsonl").write_text(chat_line("q", answer(99)) + "\n")
+    try:
+        refused = tokenize(done, "in", "out")
+    finally:
+        (done / "in" / "more.jsonl").unlink()
+    assert refused.code == 5 and "more.jsonl" in refused.err
+
+
+def test_a_name_of_another_out_exits_5(done: Path) -> None:
+    run = json.loads((done / "first.json").read_text())["run"]
+    refused = tokenize(done, "in", "elsewhere", "--name", run)
+    assert refused.code == 5 and run in refused.err and not (done / "elsewhere").exists()
+
+
+def test_status_ls_and_wait_agree(done: Path) -> None:
+    run = json.loads((done / "first.json").read_text())["run"]
+    for reference in ([], ["@latest"], [run], [str(done / "out")]):
+        status = ctl(done, "status", *reference, "-o", "json")
+        assert status.code == 0 and list(status.json()) == STATUS
+        assert status.json()["state"] == "succeeded" and status.json()["run"] == run
+        assert status.json()["indexes"] == {"total": 3, "succeeded": 3, "active": 0, "failed": []}
+    assert [r["run"] for r in ctl(done, "ls", "-o", "json").json()["runs"]] == [run]
+    assert ctl(done, "ls", "-o", "name").out == run + "\n"
+    waited = ctl(done, "wait", run, "-o", "json")
+    assert waited.code == 0 and waited.json()["state"] == "succeeded"
+
+
+def test_global_options_stand_before_or_after_the_verb(done: Path) -> None:
+    assert ctl(done, "-o", "json", "status").json() == ctl(done, "status", "-o", "json").json()
+    assert ctl(done, "-o", "json", "status", "-o", "name").out == ctl(done, "status", "-o", "name").out
+
+
+def test_out_alone_answers_when_the_local_state_is_lost(done: Path, tmp_path: Path) -> None:
+    status = ctl(tmp_path, "status", str(done / "out"), "-o", "json")
+    assert status.code == 0 and status.json()["state"] == "succeeded"
+    named = ctl(tmp_path, "status", "-o", "json", DFLASH_TOKENIZE_OUT=str(done / "out"))
+    assert named.json() == status.json()
+    unknown = ctl(tmp_path, "status", "nobody")
+    assert unknown.code == 1 and "`nobody`" in unknown.err
+
+
+def test_inspect(done: Path) -> None:
+    report = ctl(done, "inspect", "out", "-o", "json").json()
+    assert list(report) == INSPECT
+    assert sum(report["histogram"].values()) == report["rows"] == 32
+    assert report["loss_share"] == report["loss_tokens"] / report["tokens"]
+    assert not report["degenerate"] and report["reasons"] == []
+    text = ctl(done, "inspect", "out").out
+    assert "loss tokens per row" in text and "the answer to" in text
+    both = ctl(done, "inspect", "out", "--against", "out", "-o", "json").json()
+    assert both["same_rows"] is True and both["spec"] == {}
+    assert ctl(done, "inspect", "nothing").code == 4
+
+
+def test_logs(done: Path) -> None:
+    one = ctl(done, "logs", "--index", "1")
+    lines = [json.loads(line) for line in one.out.splitlines()]
+    assert {line["index"] for line in lines} == {1} and any(line["event"] == "committed" for line in lines)
+    every = ctl(done, "logs", "--grep", "committed").out.splitlines()
+    assert [line.split(" ")[0] for line in every] == ["[0]", "[1]", "[2]"]
+    failed = ctl(done, "logs", "--failed")
+    assert failed.code == 0 and failed.out == "" and "no index" in failed.err
+
+
+def test_preview_marks_what_is_learnt(done: Path) -> None:
+    text = tokenize(done, "in", "unused", "--preview", "2").out
+    assert "what is 0?" in text and "{+the answer to 0 is 0, and then some <|im_end|>+}" in text
+    assert "the answer to 1 is" in text and "the answer to 2 is" not in text
+    rows = tokenize(done, "in", "unused", "--preview", "2", "-o", "json").json()["rows"]
+    assert ["".join(s["text"] for s in row["segments"] if s["loss"]) for row in rows] == [
+        f"{answer(i)}<|im_end|>" for i in range(2)
+    ]
+    assert not (done / "unused").exists()
+
+
+def test_dry_run_with_shards_asks_nothing(tmp_path: Path) -> None:
+    dry = ctl(
+        tmp_path, "tokenize", "s3://nobody/in", "--out", "s3://nobody/out", "--model", "no/such", "--shards", "4",
+        "--dry-run=client", "-o", "json", "--name", "x", AWS_ENDPOINT_URL="http://127.0.0.1:9", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert dry.code == 0, dry.err
+    assert dry.json()["run"] == "x" and dry.json()["job"]["indexes"] == [0, 1, 2, 3]
+    assert not (tmp_path / ".dflash").exists()
+
+
+def test_dry_run_is_the_same_every_time_and_writes_nothing(done: Path) -> None:
+    first, second = (tokenize(done, "in", "dry", "--dry-run") for _ in range(2))
+    assert first.code == 0 and first.out == second.out and "plan-sha256" in first.out
+    assert not (done / "dry").exists()
+    assert tokenize(done, "in", "dry", "--dry-run=never").code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["in", "--out", "bucket/x"], 2, "s3://bucket/x"),
+        (["in", "--out", "o", "--shards", "0"], 2, "`--shards` 0"),
+        (["in", "--out", "o", "--shards", "x"], 2, "--shards"),
+        (["in", "--out", "o", "--name", "A"], 2, "DNS label"),
+        (["in", "--out", "o", "--template-kwargs", "[]"], 2, "JSON object"),
+        (["in", "--out", "o", "--no-such"], 2, "--no-such"),
+        (["in", "--out", "o", "--backend", "slurm"], 2, "'slurm'"),
+        (["in", "--out", "o", "-o", "xml"], 2, "'xml'"),
+        (["in", "--out", "o", "--config", "none.toml"], 2, "none.toml"),
+        (["nothing-here", "--out", "o"], 4, "nothing-here"),
+        (["in/*.gz", "--out", "o"], 4, "in/*.gz"),
+        (["empty", "--out", "o"], 4, "empty 1"),
+        (["in", "--out", "o", "--model", "./nothing"], 4, "./nothing"),
+        (["in", "--out", "o", "--model", "no/such-model"], 4, "no/such-model"),
+        (["twice/a", "twice/b", "--out", "o"], 4, "would both give the row ids"),
+    ],
+)
+def test_each_mistake_is_one_clear_error(done: Path, args: list[str], code: int, words: str) -> None:
+    for name in ("a", "b"):
+        (done / "twice" / name).mkdir(parents=True, exist_ok=True)
+        (done / "twice" / name / "rows.jsonl").write_text(chat_line("q", answer(1)) + "\n")
+    (done / "empty").mkdir(exist_ok=True)
+    (done / "empty" / "nothing.jsonl").touch()
+    model = [] if "--model" in args else ["--model", str(tiny_dir())]
+    failed = ctl(done, "tokenize", *args, *model, HF_HUB_OFFLINE="1")
+    assert failed.code == code, failed.err
+    assert words in failed.err and failed.out == "" and "Traceback" not in failed.err
+    assert len([line for line in failed.err.splitlines() if line.startswith("error: ")]) == 1
+    assert not (done / "o").exists()
+
+
+def test_errors_are_printed_character_for_character(tmp_path: Path) -> None:
+    text = "index [3] of s3://b/k[/x] failed, taps [1, 16]"
+    failed = ctl(tmp_path, "status", text.replace("/", "_"))
+    assert failed.code == 1 and f"`{text.replace('/', '_')}`" in failed.err
+    (tmp_path / "dflash.toml").write_text(f'"{text}" = 1\n')
+    failed = ctl(tmp_path, "ls")
+    assert failed.code == 2 and f"`{text}`" in failed.err
+
+
+def test_secrets_are_never_printed(done: Path) -> None:
+    secret = "MARK/er+Secret=0123456789"
+    env = {"AWS_SECRET_ACCESS_KEY": secret, "AWS_ACCESS_KEY_ID": "AK", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    args = ["in", "out-secret", "--dry-run", "-o", "json"]
+    seen = [
+        tokenize(done, *args, **env),
+        ctl(done, "status", secret.replace("/", "_"), **{**env, "MY_TOKEN": secret.replace("/", "_")}),
+        ctl(done, "doctor", "-v", **env, DFLASH_TOKENIZE_OUT="s3://b/x"),
+    ]
+    assert seen[1].code == 1 and "[hidden]" in seen[1].err
+    assert not any(secret in text or secret.replace("/", "_") in text for d in seen for text in (d.out, d.err))
+
+
+def historic(folder: Path, rows: int = 100) -> None:
+    """87 % of the rows learn the same six tokens and no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    short = int(rows * 0.87)
+    lines = [chat_line(f"q {i}", "abcde") for i in range(short)] + [
+        chat_line("q", answer(i)) for i in range(short, rows)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_the_gate_refuses_the_historic_dataset_and_allowing_it_needs_no_job(tmp_path: Path) -> None:
+    historic(tmp_path / "in")
+    refused = tokenize(tmp_path, "in", "out", "--max-reject", "1", "--min-loss-tokens", "1", "-o", "json")
+    assert refused.code == 3 and list(refused.json()) == RESULT and refused.json()["state"] == "refused"
+    assert "exactly 6 loss tokens" in refused.err
+    report = ctl(tmp_path, "inspect", "out", "-o", "json").json()
+    assert report["degenerate"] and any("exactly 6 loss tokens" in reason for reason in report["reasons"])
+    assert ctl(tmp_path, "status", "-o", "json").json()["state"] == "refused"
+    assert ctl(tmp_path, "wait").code == 3
+    again = ctl(tmp_path, "resume", "-o", "json")
+    assert again.code == 3 and again.json()["state"] == "refused"
+    allowed = ctl(tmp_path, "resume", "--allow-degenerate", "-o", "json")
+    assert allowed.code == 0 and allowed.json()["state"] == "succeeded" and "no further Job" in allowed.err
+    assert not (tmp_path / "out" / "refused.json").exists()
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["gate"]["allow_degenerate"] is True
+    assert ctl(tmp_path, "resume").code == 0
+
+
+def test_too_many_malformed_lines_are_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 1, 20)
+    (tmp_path / "in" / "bad.jsonl").write_text("{not json\n" + chat_line("q", answer(50)) + "\n")
+    refused = tokenize(tmp_path, "in", "out", "-o", "json")
+    assert refused.code == 3 and refused.json()["lines_rejected"] == {"invalid_json": 1}
+    allowed = tokenize(tmp_path, "in", "out", "--max-reject", "0.2", "-o", "json")
+    assert allowed.code == 0 and allowed.json()["state"] == "succeeded"
+
+
+def test_no_row_at_all_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rows.jsonl").write_text(chat_line("q", "no") + "\n")
+    refused = tokenize(tmp_path, "in", "out", "--allow-degenerate", "-o", "json")
+    assert refused.code == 3 and refused.json()["rows"] == 0
+
+
+def test_a_batch_output_is_joined_with_the_requests_found_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    request = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions",
+               "body": {"model": "m", "messages": [{"role": "user", "content": "asked"}]}}  # fmt: skip
+    choice = {"index": 0, "message": {"role": "assistant", "content": answer(7)}, "finish_reason": "stop"}
+    body = {"choices": [choice], "model": "m"}
+    output = {"id": "b", "custom_id": "r1", "response": {"status_code": 200, "body": body}, "error": None}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
+    (tmp_path / "in" / "output.jsonl").write_text(json.dumps(output) + "\n")
+    alone = tokenize(tmp_path, "in", "out")
+    assert alone.code == 4 and "--batch-input" in alone.err
+    joined = tokenize(tmp_path, "in", "out", "--batch-input", "requests.jsonl", "-o", "json")
+    assert joined.code in (0, 3) and joined.json()["lines_kept"] == 1, joined.err
+    shown = tokenize(tmp_path, "in", "x", "--batch-input", "requests.jsonl", "--preview", "1").out
+    assert "asked" in shown and answer(7).strip() in shown
+
+
+def test_settings_come_from_dflash_toml_alone(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 2, 8)
+    text = f'[tokenize]\ninput = "in"\nout = "out"\nmodel = "{tiny_dir()}"\n'
+    (tmp_path / "dflash.toml").write_text(text)
+    result = ctl(tmp_path, "tokenize", "--parallelism", "64", "-o", "json")
+    assert result.code == 0 and result.json()["rows"] == 16
+    verbose = ctl(tmp_path, "doctor", "-v", "-o", "json")
+    origins: dict[str, Any] = {s["name"]: s["origin"] for s in verbose.json()["settings"]}
+    assert verbose.code == 0 and origins["tokenize.out"].endswith("dflash.toml")
+    assert origins["backend"] == "environment DFLASH_BACKEND" and origins["tokenize.shards"] == "default"
+
+
+def test_doctor_exits_4_for_what_would_stop_a_run(tmp_path: Path) -> None:
+    found = ctl(tmp_path, "doctor", "-o", "json", DFLASH_TOKENIZE_INPUT="nothing", DFLASH_TOKENIZE_OUTT="x")
+    states = {check["name"]: check["state"] for check in found.json()["checks"]}
+    assert found.code == 4 and states["input"] == "failed" and states["environment"] == "warning"
+
+
+def test_ctrl_c_detaches_and_the_run_goes_on(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 2, 3000)
+    args = ["tokenize", "in", "--out", "out", "--model", str(tiny_dir()), "--shards", "2"]
+    process = subprocess.Popen(
+        command(*args), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = ""
+    while "started" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "goes on" in err and out == "", err
+    assert ctl(tmp_path, "wait", "--timeout", "2m").code == 0
+    assert (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_a_timeout_exits_124_and_attaching_again_ends_well(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 2, 3000)
+    detached = tokenize(tmp_path, "in", "out", "--detach", "-o", "name")
+    assert detached.code == 0 and detached.out.startswith("tok-out-")
+    assert ctl(tmp_path, "wait", "--timeout", "0s").code in (0, 124)
+    assert ctl(tmp_path, "wait", "--timeout", "soon").code == 2
+    attached = tokenize(tmp_path, "in", "out", "-o", "json")
+    assert attached.code == 0 and attached.json()["rows"] == 6000
+    assert "running already" in attached.err or "unchanged" in attached.err
+
+
+@pytest.mark.s3
+def test_from_s3_to_s3_with_the_tokenizer_there_too(s3: str, tmp_path: Path) -> None:
+    from tokenizer.store import open_store
+
+    store = open_store(s3)
+    for file in sorted(write_corpus(tmp_path / "in", 3, 8).iterdir()):
+        store.upload_file(file, f"raw/{file.name}")
+    store.put_bytes("raw/_SUCCESS", b"")
+    for file in tiny_dir().iterdir():
+        store.upload_file(file, f"model/{file.name}")
+    result = ctl(tmp_path, "tokenize", f"{s3}/raw/", "--out", f"{s3}/out", "--model", f"{s3}/model", "-o", "json")
+    assert result.code == 0 and result.json()["rows"] == 24, result.err
+    local = tokenize(tmp_path, "in", "out", "-o", "json")
+    assert local.json()["tokens"] == result.json()["tokens"]
+    compared = ctl(tmp_path, "inspect", f"{s3}/out", "--against", "out", "-o", "json").json()
+    assert compared["same_rows"] is True
+    wrong = ctl(tmp_path, "tokenize", f"{s3}-none/raw/", "--out", f"{s3}/o", "--model", f"{s3}/model")
+    assert wrong.code == 4 and f"{s3}-none" in wrong.err
+    denied = ctl(tmp_path, "tokenize", f"{s3}/raw/", "--out", f"{s3}/o", "--model", str(tiny_dir()),
+                 AWS_SECRET_ACCESS_KEY="wrong-wrong-wrong")  # fmt: skip
+    assert denied.code == 4 and "wrong-wrong" not in denied.err and "Traceback" not in denied.err
