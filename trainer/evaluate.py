@@ -36,9 +36,8 @@ QUIET = 10.0  # seconds between lines of progress
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """accepted: per prompt, the tokens that each block yielded. lossless: per prompt, whether its reply is plain greedy.
-
-    replies: per prompt, the tokens decoded.
+    """Per prompt: `accepted`, the tokens that each block yielded; `lossless`, whether the reply is the target's own;
+    `replies`, its tokens.
     """
 
     accepted: list[list[int]]
