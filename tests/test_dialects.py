@@ -506,6 +506,83 @@ def test_template_arguments_of_a_row() -> None:
     assert reason(chat(assistant(), chat_template_kwargs="no")) == "unknown_dialect"
 
 
+# --- rarer shapes
+
+
+def rollout(*output: Any, given: Any = "q", **response: Any) -> dict[str, Any]:
+    return {"responses_create_params": {"input": given}, "response": {"output": list(output), **response}}
+
+
+MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+REASONING = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (rollout(MESSAGE, error={"code": "overloaded"}), "bad_finish_reason"),
+        (rollout(MESSAGE, given=[]), "no_prompt"),
+        (rollout(MESSAGE, given=[MESSAGE]), "no_prompt"),
+        (rollout(), "no_completion"),
+        (rollout({**REASONING, "token_ids": [1]}, {**MESSAGE, "token_ids": [2]}), "foreign_token_ids"),
+        (rollout({"type": "web_search_call"}), "unknown_dialect"),
+        (rollout({"type": "message", "content": "a"}), "unknown_dialect"),
+        (rollout({"type": "reasoning", "summary": [{"text": 3}]}), "unknown_dialect"),
+        ({"responses_create_params": {"input": "q"}}, "no_completion"),
+        ({"custom_id": "r", "body": {"messages": [user()]}, "response": {"body": "a"}}, "unknown_dialect"),
+        ({"custom_id": "r", "error": True}, "no_completion"),
+        ({"message_log": [user(), assistant(content="", token_ids=[])]}, "no_completion"),
+        ({"prompt": "q", "outputs": []}, "no_completion"),
+        ({"prompt": "q", "outputs": [{"text": "a"}, {"text": "b"}]}, "unknown_dialect"),
+        ({"prompt": "<user>q", "choices": [{"text": "a"}]}, "unknown_dialect"),
+        ({"prompt": "q", "completion": ["a", "b"]}, "unknown_dialect"),
+        ({"prompt": "q", "completion": {"score": 1}}, "unknown_dialect"),
+        ({"prompt": 3, "completion": "a"}, "unknown_dialect"),
+        (chat(assistant(tool_calls={"name": "f"})), "unknown_dialect"),
+        (chat(assistant(tool_calls=[{"id": "c1"}])), "unknown_dialect"),
+        (chat(assistant(tool_calls=[{"name": "f"}], function_call={"name": "f"})), "unknown_dialect"),
+        (chat(assistant(reasoning="r", content=[{"type": "thinking", "thinking": "s"}])), "unknown_dialect"),
+        (chat(assistant(content=[{"type": "redacted_thinking", "data": "x"}])), "reasoning_lost"),
+        (chat(assistant(content=[{"type": "tool_call", "value": "{"}])), "bad_tool_arguments"),
+        (chat({"role": "function_call", "content": None}), "unknown_dialect"),
+        (chat(assistant(audio={"id": "x"})), "multimodal"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "r"}]}, assistant()]},
+            "unknown_dialect",
+        ),
+        ({"messages": [{"role": "user", "text": "q"}, assistant()]}, "unknown_dialect"),
+        ({"system": ["S"], **chat(assistant())}, "unknown_dialect"),
+        ({"messages": "[]"}, "unknown_dialect"),
+        ({"id": 1, "conversations": {"a": 1}}, "unknown_dialect"),
+    ],
+)
+def test_shapes_that_are_refused(row: dict[str, Any], expected: str) -> None:
+    assert reason(row) == expected
+
+
+def test_shapes_that_are_read() -> None:
+    ids = {"prompt": "<user>q", "choices": [{"text": "a", "prompt_token_ids": [3], "token_ids": [4]}]}
+    assert describe(parse(ids)) == "**assistant** ids"
+    assert describe(parse({"prompt": "q", "choices": [{"message": {"content": "a"}}]})) == "user, **assistant**"
+    unprompted = {"choices": [{"message": {"content": "a"}, "token_ids": [4]}], "prompt_token_ids": [3]}
+    assert describe(parse(unprompted)) == "**assistant** ids"
+    turn, _ = only(parse(rollout(REASONING, REASONING, MESSAGE)))
+    assert (turn["reasoning_content"], turn["content"]) == ("rr", "a")
+    turn, _ = only(parse(rollout({**MESSAGE, "reasoning_content": "r"})))
+    assert turn["reasoning_content"] == "r"
+    nested = {"prompt": [user()], "response": {"message": {"content": "a"}, "finish_reason": "length"}}
+    assert describe(parse(nested)) == "user, **assistant** cut"
+    answered = {"prompt": "q", "response": {"object": "response", "output": [MESSAGE], "status": "incomplete"}}
+    assert describe(parse(answered)) == "user, **assistant** cut"
+    # A conversation that goes on after its last reply: the reply is learnt, what follows is not needed.
+    assert describe(parse(chat(assistant(), user()))) == "user, **assistant**, user"
+    assert parse({"messages": [{"role": "system", "content": None}, user(), assistant()]}).messages[0]["content"] == ""
+    _, reply = only(parse(chat(assistant(content=None, refusal="No."))))
+    assert reply.reject is not None and reply.reject.reason == "bad_finish_reason"
+    message, reply = only(parse(chat(assistant(content=None, reasoning="r", token_ids=[4]))))
+    assert message["content"] == "" and reply.token_ids == [4]
+
+
 # --- lines
 
 
@@ -523,6 +600,7 @@ def test_template_arguments_of_a_row() -> None:
         (b'{"a": 1} {"b": 2}', "invalid_json", "9"),
         (b"version https://git-lfs.github.com/spec/v1", "invalid_json", "0"),
         (b"", "invalid_json", ""),
+        (b"\xef\xbb\xbf" * 3000, "invalid_json", ""),
         (b"[" * 3000, "invalid_json", ""),
         (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json", ""),
     ],

@@ -48,11 +48,11 @@ def loads(line: bytes) -> object:
     Raises Reject invalid_utf8, lone_surrogate or invalid_json with the place. NaN and infinities are not JSON; of a
     key given twice the last one counts; integers beyond 64 bits become floats.
     """
+    if line.startswith(_BOM):
+        line = line[len(_BOM) :]
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as e:
-        if line.startswith(_BOM):
-            return loads(line[len(_BOM) :])
         _explain(line, e)
 
 

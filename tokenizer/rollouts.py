@@ -176,7 +176,7 @@ def _reasoning(item: Json) -> str:
 
 def batch(row: Json, asked: Json | None) -> Parts:
     """One line of OpenAI batch output, joined with its request body."""
-    response = row["response"]
+    response = row.get("response")
     failed = row.get("error")
     if type(response) is not dict or failed:
         raise Reject("no_completion", f"the batch request failed: {short(failed or response)}")
