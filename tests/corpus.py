@@ -11,11 +11,12 @@ from typing import Any
 
 Row = dict[str, Any]
 
-WORDS = (
+PROSE = (
     "the a model writes tokens and never guesses what server saw; boundary, newline: 42 3.14 1,000 don't it's we'll "
     "café naïve x_y CamelCase snake_case foo() <b>html</b> $x^2$ \\frac{1}{2} http://a.b/c?d=e#f user@host !!! ... -- "
     "\ttab double  space   triple #tag @name 100% (paren) [1] {json} \"quoted\" 'single' `code` **bold** ~ | & \\n"
-).split(" ")
+)
+WORDS = PROSE.split(" ")
 CHINESE = ("请问", "你好，世界！", "这是一个测试。", "模型", "第１２３章", "（全角）", "標點「符號」", "数据集。\n\n")
 EMOJI = (
     "🙂",
