@@ -8,6 +8,7 @@ anew every two seconds cannot be stale, cannot end silently and needs no 410 han
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,12 +48,14 @@ class Api:
         settings = client.Configuration()
         settings.retries = False  # ours are the one place
         try:
-            contexts, active = config.list_kube_config_contexts()
+            # the library reads KUBECONFIG when it is imported; ours is read when it is used
+            file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+            contexts, active = config.list_kube_config_contexts(config_file=file)
             names = {c["name"]: c for c in contexts}
             name = self._context or active["name"]
             if name not in names:
                 raise UsageError(f"context `{name}` is not in the kubeconfig", f"known are {', '.join(sorted(names))}")
-            config.load_kube_config(context=name, client_configuration=settings)
+            config.load_kube_config(config_file=file, context=name, client_configuration=settings)
             self.context = name
             self.namespace = names[name]["context"].get("namespace") or "default"
         except (ConfigException, TypeError) as error:
