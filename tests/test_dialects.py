@@ -286,6 +286,20 @@ def test_a_finish_reason_beside_the_messages_speaks_of_the_last_reply() -> None:
     assert conv.replies[1].reject is None and conv.replies[3].reject is not None
 
 
+def test_a_cut_that_one_place_reports_stands() -> None:
+    assert only(parse(chat(assistant(finish_reason="length"), finish_reason="stop")))[1].finish == "length"
+    assert only(parse(chat(assistant(finish_reason="stop"), finish_reason="length")))[1].finish == "length"
+
+
+def test_usage_is_of_one_reply_or_of_none() -> None:
+    usage = {"completion_tokens": 9}
+    assert only(parse(chat(assistant(), usage=usage)))[1].output_tokens == 9
+    several = parse(chat(assistant(), user(), assistant(), usage=usage))
+    assert [reply.output_tokens for reply in several.replies.values()] == [None, None]
+    prompted = parse({"prompt": [user(), assistant(), user()], "completion": "a", "usage": usage})
+    assert [reply.output_tokens for reply in prompted.replies.values()] == [None, 9]
+
+
 def test_stop_reason_of_a_server() -> None:
     assert only(parse(chat(assistant(), stop_reason="max_tokens")))[1].finish == "length"
     assert only(parse(chat(assistant(), stop_reason="end_turn")))[1].finish == "stop"
@@ -307,6 +321,8 @@ def test_reasoning_fields(name: str) -> None:
 def test_two_names_of_one_reasoning() -> None:
     message, _ = only(parse(chat(assistant(reasoning="r", reasoning_content="r"))))
     assert message["reasoning_content"] == "r"
+    for fields in ({"reasoning_content": "r", "reasoning": ""}, {"reasoning_content": "", "reasoning": "r"}):
+        assert only(parse(chat(assistant(**fields))))[0]["reasoning_content"] == "r"
     assert reason(chat(assistant(reasoning="r", reasoning_content="s"))) == "unknown_dialect"
     assert reason(chat(assistant(reasoning={"effort": "low"}))) == "unknown_dialect"
 
