@@ -212,6 +212,29 @@ def test_logits_live_one_chunk_at_a_time_and_only_for_rows_with_weight(objective
     assert not [shape for _, shape in backward.made if 4096 in shape]  # the gradient was made in the forward pass
 
 
+def test_bfloat16_is_near_float32() -> None:
+    c = tiny.config()
+    wide = run(tiny.drafter(c), tiny.batch(c))
+    narrow = run(tiny.drafter(c, torch.bfloat16), tiny.batch(c, torch.bfloat16))
+    assert narrow.total.dtype == torch.float32
+    assert float(narrow.total.detach()) == pytest.approx(float(wide.total.detach()), rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", [PLAIN, Objective(7.0, dpace=0.5)])
+def test_a_gpu_gives_the_loss_and_gradients_of_the_cpu(objective: Objective) -> None:
+    c = tiny.config(head_dim=16, block_size=16)
+    results = []
+    for device in ("cpu", "cuda"):
+        model, b = tiny.drafter(c).to(device), tiny.batch(c, count=16)
+        b.taps, b.embed, b.head = (t.to(device) for t in (b.taps, b.embed, b.head))
+        out = run(model, b, objective, chunk_elements=40 * c.vocab_size)
+        out.total.backward()
+        results.append([out.total, out.table, *(p.grad for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert (one - other.cpu()).abs().max() <= 5e-3 * one.abs().max()
+
+
 # no leak: perturb one thing and see exactly which blocks change
 
 

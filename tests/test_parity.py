@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +115,21 @@ def test_loss_and_every_gradient_equal_specforge(layout: str, objective: Objecti
         grad = dict(ours.named_parameters())[name].grad
         assert grad is not None and parameter.grad is not None
         assert (grad - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_implementation() -> None:
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "train_step.py"
+    command = [sys.executable, str(script), "--config", "tiny", "--rounds", "1", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
+    for name in ("ours", "specforge", "speculators"):
+        if importlib.util.find_spec(name) is None and name != "ours":
+            assert rows[f"{name}:"][0] == "skipped,"
+        else:
+            assert rows[name][-1] == rows["ours"][-1]  # as many trainable parameters
+    assert "bare matrix products" in done.stdout
 
 
 def test_uniform_tau_equals_specforge_accept_length() -> None:
