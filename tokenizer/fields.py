@@ -53,9 +53,9 @@ def decode_json(text: str, what: str, reason: str) -> Any:
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Reject(reason, f"{what} holds a lone surrogate: {short(text)}") from None
+        raise Reject(reason, f"{what}: half of a surrogate pair: {short(text)}") from None
     except (ValueError, RecursionError) as e:
-        raise Reject(reason, f"{what} is not JSON ({short(str(e))}): {short(text)}") from None
+        raise Reject(reason, f"{what}: not JSON ({short(str(e))}): {short(text)}") from None
     return value
 
 
