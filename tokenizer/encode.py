@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenizer import engines
-from tokenizer.chat import IDS, REPLY, Piece, TextRow, same_text
 from tokenizer.engines import Engine, Fast, Ids, Offsets, Reference
 from tokenizer.job import Exit, JobError, Reject
+from tokenizer.pieces import IDS, REPLY, Piece, TextRow, same_text
 
 SMALL_INPUT = 12 << 20  # bytes up to which the whole fast vocabulary is not worth its load
 PRUNE_FROM = 1 << 20  # characters of one call from which a pruned vocabulary is worth its load
@@ -152,11 +152,11 @@ class Encoder:
     def _load_fast(self) -> None:
         """Loads the whole fast vocabulary if the layout is proven; sets what else is known from the file."""
         raw, data = self._read()
-        if self.unproven is None:
+        if self.unproven is None and self._lengths is not None:
+            self.vocab_size = len(self._lengths)
+            self.control_tokens = tuple(t["content"] for t in data.get("added_tokens") or [] if t["special"])
+            data.clear()  # 100 MB that the engine is about to need as well
             self.fast = Fast(raw.decode())
-            added = data.get("added_tokens") or []
-            self.vocab_size = len(engines.byte_lengths(data))
-            self.control_tokens = tuple(token["content"] for token in added if token["special"])
 
     def _read(self) -> tuple[bytes, dict[str, Any]]:
         """tokenizer.json raw and parsed; sets what is known of its layout."""
@@ -208,6 +208,8 @@ class Encoder:
                 )
             if size > CHECK_CHARS:
                 break
+        if self.fast is not None:
+            del self.reference  # 100 MB; loaded again should a reply need it
 
     def _first_learnt(self, piece: Piece, ids: Ids) -> int:
         """Index of the first token of a piece that starts at or after its `loss_from`."""
