@@ -57,9 +57,8 @@ def buckets(histogram: Mapping[str, int]) -> list[tuple[str, int]]:
     sums: dict[int, int] = {}
     for loss, rows in histogram.items():
         sums[int(loss).bit_length()] = sums.get(int(loss).bit_length(), 0) + rows
-    names = {0: "0", 1: "1"}
     span = range(min(sums), max(sums) + 1) if sums else range(0)
-    return [(names.get(bits, f"{1 << bits - 1}-{(1 << bits) - 1}"), sums.get(bits, 0)) for bits in span]
+    return [(str(bits) if bits < 2 else f"{1 << bits - 1}-{(1 << bits) - 1}", sums.get(bits, 0)) for bits in span]
 
 
 def lines(record: Record, wide: bool) -> list[str]:

@@ -1,0 +1,98 @@
+"""What the inputs hold: each object once, output never taken for input, batch requests told from their outputs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from job_fixtures import answer, chat_line
+
+from dflashctl import listing
+from dflashctl.errors import PreflightError
+from tokenizer.store import Options
+
+REQUEST = {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+OUTPUT = {"id": "b", "custom_id": "r", "response": {"status_code": 200, "body": {}}, "error": None}
+
+
+def write(path: Path, *rows: object) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def find(*inputs: str, batch: tuple[str, ...] = (), out: str = "/nowhere") -> listing.Found:
+    return listing.find(inputs, batch, out, Options())
+
+
+def test_an_object_named_twice_is_read_once_whatever_the_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a" / "b" / "x.jsonl", {"prompt": "q"})
+    for inputs in ([path, str(tmp_path / "a")], [str(tmp_path / "a"), path, str(tmp_path / "a" / "b")]):
+        (found,) = find(*inputs).objects
+        assert (found.key, found.path) == (path, "b/x.jsonl")
+
+
+def test_what_was_skipped_is_counted(tmp_path: Path) -> None:
+    write(tmp_path / "x.jsonl", {"prompt": "q"})
+    for name in ("_SUCCESS", ".hidden.jsonl", "half.jsonl.tmp", "notes.md"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "none.jsonl").touch()
+    found = find(str(tmp_path))
+    assert len(found.objects) == 1
+    assert found.skipped == {"empty": 1, "hidden": 1, "marker": 1, "other_format": 1, "temporary": 1}
+
+
+def test_output_below_an_input_is_no_input(tmp_path: Path) -> None:
+    write(tmp_path / "x.jsonl", {"prompt": "q"})
+    write(tmp_path / "out" / "rejected" / "00000.jsonl", {"object": "x"})
+    write(tmp_path / "out2" / "y.jsonl", {"prompt": "q"})
+    found = find(str(tmp_path), out=str(tmp_path / "out"))
+    assert [o.path for o in found.objects] == ["out2/y.jsonl", "x.jsonl"] and found.skipped == {"below_out": 1}
+
+
+def test_requests_among_the_inputs_are_pinned_for_the_outputs_alone(tmp_path: Path) -> None:
+    request = write(tmp_path / "in" / "req.jsonl", REQUEST)
+    output = write(tmp_path / "in" / "out.jsonl", OUTPUT)
+    plain = tmp_path / "in" / "plain.jsonl"
+    plain.write_text(chat_line("q", answer(1)) + "\n")
+    found = find(str(tmp_path / "in"))
+    assert [o.key for o in found.objects] == [output, str(plain)]
+    assert {key: [o.key for o in objects] for key, objects in found.batch_inputs.items()} == {output: [request]}
+
+
+def test_named_request_files_are_no_data_even_among_the_inputs(tmp_path: Path) -> None:
+    request = write(tmp_path / "req.jsonl", REQUEST)
+    output = write(tmp_path / "out.jsonl", OUTPUT)
+    found = find(str(tmp_path), batch=(request,))
+    assert [o.key for o in found.objects] == [output] and [o.key for o in found.batch_inputs[output]] == [request]
+
+
+def test_what_cannot_be_joined_is_said_before_anything_runs(tmp_path: Path) -> None:
+    output = write(tmp_path / "a" / "out.jsonl", OUTPUT)
+    with pytest.raises(PreflightError, match=output):
+        find(output)
+    with pytest.raises(PreflightError, match="none has replies"):
+        find(write(tmp_path / "b" / "req.jsonl", REQUEST))
+    with pytest.raises(PreflightError, match="no such file"):
+        find(str(tmp_path / "none"))
+
+
+def test_an_output_without_an_error_key_and_a_cut_line_are_told_too() -> None:
+    long = json.dumps({**REQUEST, "body": {"messages": [{"content": "x" * 99}]}}).encode()
+    assert listing.kind_of(long[:-30]) == "request" == listing.kind_of(long)
+    assert listing.kind_of(json.dumps(OUTPUT).encode()[:-10]) == "output"
+    assert listing.kind_of(b'{"custom_id": "r", "response": {"body": {}}}') == "output"
+    assert listing.kind_of(chat_line('"custom_id": "url": "/v1/', "x").encode()) == ""
+    assert listing.kind_of(b"[1]") == listing.kind_of(b"\xff\xfe{") == listing.kind_of(b"") == ""
+
+
+def test_compressed_heads_are_looked_into() -> None:
+    import zstandard
+
+    line = json.dumps(REQUEST).encode() + b"\n"
+    for data in (gzip.compress(line * 9000), zstandard.compress(line * 9000)):
+        assert listing.kind_of(listing.first_line(data[: listing.PEEK])) == "request"
+    for broken in (b"\x1f\x8bnothing", b"\x28\xb5\x2f\xfdnothing"):
+        assert listing.first_line(broken) == b""
