@@ -16,6 +16,7 @@ import random
 import re
 import socket
 import socketserver
+import ssl
 import struct
 import threading
 import time
@@ -38,7 +39,7 @@ class Request(NamedTuple):
 class FaultProxy:
     """Attributes may be changed at any time: fail (0..1), kinds, latency (s), rate (bytes/s), down."""
 
-    def __init__(self, upstream: str, seed: int = 0) -> None:
+    def __init__(self, upstream: str, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.fail, self.kinds, self.latency, self.rate, self.down = 0.0, KINDS, 0.0, 0.0, False
         self.requests: list[Request] = []
         self.faults: collections.Counter[str] = collections.Counter()
@@ -50,14 +51,16 @@ class FaultProxy:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, _Closed):
-                    proxy._serve(self.request)
+                    client = tls.wrap_socket(self.request, server_side=True) if tls else self.request
+                    with client:
+                        proxy._serve(client)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             request_queue_size = 128
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def plan(self, fault: str, times: int = 1, match: str = r"GET /[^/?]+/[^?]+") -> None:

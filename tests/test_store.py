@@ -128,7 +128,7 @@ def test_conditions(root: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("size", [0, 1, 8 << 20, (8 << 20) + 1, 21_000_000])
+@pytest.mark.parametrize("size", [0, 8 << 20, 20_000_000])
 def test_upload_and_stream(root: str, size: int, tmp_path: Path) -> None:
     data = os.urandom(size)
     source = tmp_path / "source"
@@ -350,15 +350,17 @@ def test_keys_stay_below_the_root(tmp_path: Path) -> None:
 
 
 def test_patience_is_full_jitter_with_an_end() -> None:
-    now, drawn = [0.0], iter([1.0, 0.5, 0.0, 1.0, 1.0, 1.0])
+    now, drawn = [100.0], iter([1.0, 0.5, 0.0, 1.0, 1.0, 1.0])
     patience = Patience(10, clock=lambda: now[0], rand=lambda: next(drawn))
+    assert patience.next_wait(0) is None
+    now[0] = 200.0  # however long the first try took: time runs from its failure
     assert [patience.next_wait() for _ in range(4)] == [0.2, 0.2, 0.0, 1.6]
-    now[0] = 9.5
+    now[0] = 209.5
     assert patience.next_wait() == 0.5  # never beyond the end
-    now[0] = 10.0
+    now[0] = 210.0
     assert patience.next_wait() is None
     patience.progress()
-    assert patience.next_wait() == 0.2 and patience.next_wait(0) is None
+    assert patience.next_wait() == 0.2
 
 
 def test_what_is_no_fault_of_the_store_is_left_alone() -> None:

@@ -6,14 +6,20 @@ import hashlib
 import logging
 import os
 import re
+import shutil
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
 from faultproxy import FaultProxy
 from s3_fixtures import *  # noqa: F403
 
+from dflashctl.embedded import EmbeddedS3
 from tokenizer import retry
+from tokenizer import s3 as s3_module
 from tokenizer.job import Exit
+from tokenizer.s3 import S3Store
 from tokenizer.store import NotFound, Options, StoreError, expand, open_store
 
 pytestmark = pytest.mark.s3
@@ -80,6 +86,34 @@ def test_a_profile_may_ask_as_well(
     assert "x-amz-checksum-" in integrity_headers(s3_faults)
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_a_private_ca(s3: str, s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-keyout", key, "-out", cert),
+            *("-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(cert, key)
+    with FaultProxy(s3_server.endpoint, tls=tls) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        for bundle, words in [(None, "not trusted"), ("absent.pem", "does not exist"), ("key.pem", "without certif")]:
+            if bundle:
+                monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / bundle))
+            monkeypatch.setattr(s3_module, "_connections", {})
+            with pytest.raises(StoreError, match=words) as error:
+                open_store(s3, Options(patience=1)).put_bytes("a", b"x")
+            assert error.value.kind == "endpoint" and "AWS_CA_BUNDLE" in error.value.hint
+        monkeypatch.setattr(s3_module, "_connections", {})
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(cert))
+        both_uploads(s3, tmp_path)
+        assert integrity_headers(proxy) == set()
+
+
 # -- B5: bodies that break off
 
 
@@ -132,10 +166,10 @@ def test_progress_renews_patience(s3: str, s3_faults: FaultProxy) -> None:
 
 @pytest.mark.parametrize("seed", [1, 3])
 def test_with_one_call_in_ten_failing_nothing_is_lost(
-    s3: str, s3_server: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    s3: str, s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     lines: list[str] = []
-    with FaultProxy(s3_server.endpoint, seed=seed) as proxy:  # type: ignore[attr-defined]
+    with FaultProxy(s3_server.endpoint, seed=seed) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         store = open_store(s3, Options(threads=4, patience=30, on_retry=lines.append))
         proxy.fail = 0.1
@@ -210,10 +244,16 @@ def test_a_failed_upload_leaves_nothing(s3: str, s3_faults: FaultProxy, tmp_path
     assert store.stat("k") is None and unfinished(s3) == []
 
 
-def test_an_upload_that_loses_the_race_leaves_nothing(s3: str, s3_faults: FaultProxy, tmp_path: Path) -> None:
+def test_an_upload_that_loses_the_race_leaves_nothing(
+    s3: str, s3_faults: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "f").write_bytes(os.urandom(9 * MIB))
     store = open_store(s3)
     store.put_bytes("k", b"theirs")
+    sent = len(s3_faults.requests)
+    assert not store.upload_file(tmp_path / "f", "k", if_none_match=True).created
+    assert len(s3_faults.requests) == sent + 1  # it looks before it sends
+    monkeypatch.setattr(S3Store, "stat", lambda *_: None)  # as if the other came in between
     assert not store.upload_file(tmp_path / "f", "k", if_none_match=True).created
     assert store.get_bytes("k") == b"theirs" and unfinished(s3) == []
 

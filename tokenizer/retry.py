@@ -118,6 +118,14 @@ _WORDS = {
 }
 
 
+_TLS = {
+    "CERTIFICATE_VERIFY_FAILED": "its TLS certificate is not trusted",
+    "No such file": "AWS_CA_BUNDLE names a file that does not exist",
+    "X509": "AWS_CA_BUNDLE names a file without certificates",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS: http:// instead of https://?",
+}
+
+
 def diagnose(error: Exception) -> Fault | None:
     """The fault behind an exception of the S3 client; None for an exception that is not one of its."""
     response: Any = getattr(error, "response", None)
@@ -128,16 +136,16 @@ def diagnose(error: Exception) -> Fault | None:
         return Fault(kind, f"{status} {code}" if code != str(status) else code)
     names = [cls.__name__ for cls in type(error).__mro__]
     if "SSLError" in names or "SSLCertVerificationError" in names:
-        if "CERTIFICATE" in str(error).upper():
-            return Fault("endpoint", "its TLS certificate is not trusted")
+        text = str(error)
+        for sign, words in _TLS.items():
+            if sign in text:
+                return Fault("endpoint", words)
         return Fault("unreachable", "TLS failed")
     for name in names:
         if name in _WORDS:
             return Fault(*_WORDS[name])
     if isinstance(error, ValueError) and "endpoint" in str(error).lower():
         return Fault("endpoint", "not a valid endpoint URL")
-    if isinstance(error, OSError) and "certificate" in str(error).lower():
-        return Fault("endpoint", "AWS_CA_BUNDLE names a file that does not exist")
     return Fault("other", names[0]) if "BotoCoreError" in names else None
 
 
@@ -148,7 +156,7 @@ def log_retry(line: str) -> None:
 class Patience:
     """Decides, after each failure of one operation, how long to wait, or that it is over.
 
-    `progress()` starts the clock anew: a download that moves at all goes on.
+    It runs from the first failure; `progress()` makes the next failure a first one: a download that moves goes on.
     """
 
     def __init__(
@@ -158,14 +166,17 @@ class Patience:
         rand: Callable[[], float] = random.random,
     ) -> None:
         self.seconds, self.clock, self.rand = seconds, clock, rand
-        self.progress()
+        self.failures = 0
+        self.first_failure = 0.0
 
     def progress(self) -> None:
-        self.since, self.failures = self.clock(), 0
+        self.failures = 0
 
     def next_wait(self, seconds: float | None = None) -> float | None:
         """Seconds to wait before the next try; None when `seconds` (default: the patience) are used up."""
-        left = (self.seconds if seconds is None else seconds) - (self.clock() - self.since)
+        if self.failures == 0:
+            self.first_failure = self.clock()
+        left = self.first_failure + (self.seconds if seconds is None else seconds) - self.clock()
         if left <= 0:
             return None
         self.failures += 1

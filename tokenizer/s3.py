@@ -129,6 +129,8 @@ class S3Store(Store):
         if size <= PART:
             with open(path, "rb") as file:
                 return self.put_bytes(key, file.read(), if_none_match=if_none_match, if_match=if_match)
+        if if_none_match and self.stat(key) is not None:  # saves sending it all; completing it decides
+            return Put(False, "")
         upload = self._call("POST", key, lambda client: client.create_multipart_upload(**self._at(key)))["UploadId"]
         done = False
         try:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -99,8 +100,8 @@ class Listing:
 class Options:
     """How hard a store tries.
 
-    threads: parallel requests of this process, all stores together. patience: seconds without progress that a call
-    may spend on retries of what passes by itself (503, resets, timeouts); a call ends after about 1.5 x patience.
+    threads: parallel requests of this process, all stores together. patience: seconds from the first failure without
+    progress in which a call retries what passes by itself (503, resets, timeouts); it ends within 2 x patience.
     auth_patience: the same for refused credentials and missing buckets: 0 on a command line, 90 in a pod, whose
     identity may not be ready yet. on_retry gets one line per retry, by default a WARNING of the logger "tokenizer".
     """
@@ -305,6 +306,7 @@ def connect(options: Options) -> Connection:
     from botocore.config import Config
 
     core = botocore.session.get_session()
+    core.register_component("data_loader", _service_models())
     profile = core.get_scoped_config()
     session = boto3.Session(botocore_session=core)
     wait = min(options.patience / 2, 60.0)
@@ -328,6 +330,14 @@ def connect(options: Options) -> Connection:
     found = session.get_credentials()
     shown = endpoint._replace(netloc=endpoint.netloc.rpartition("@")[2]).geturl()
     return Connection(client, shown, found.method if found else "none")
+
+
+@cache
+def _service_models() -> Any:
+    """Parsed once, where a session would parse them anew: forked children inherit them."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def file_etag(stat: os.stat_result) -> str:
