@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from tokenizer.job import (
     stats_name,
 )
 from tokenizer.scratch import scratch
-from tokenizer.store import Options, Store, open_store
+from tokenizer.store import NotFound, Options, Store, open_store
 from tokenizer.talk import Log, Progress, terminate
 
 POD = Options(auth_patience=90)
@@ -57,6 +56,7 @@ class Task:
     attempt: int = 0
     index: int | None = None  # of the plan
     totals: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None  # raises if the process has been told to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,22 @@ class Job:
 
 
 def read_job(store: Store, args: TokenizeArgs) -> Job:
-    """The plan, checked against argv, overlaid by the run records up to this run's own. JobError 78."""
-    data = store.get_bytes(PLAN)
-    if hashlib.sha256(data).hexdigest() != args.plan_sha256:
+    """The plan, checked against this run's record, overlaid by the records up to it. JobError 78."""
+    data = _record(store, PLAN)
+    own = RunRecord.from_json(_record(store, run_name(args.run)))
+    if hashlib.sha256(data).hexdigest() != own.plan_sha256:
         raise JobError(Exit.CONFIG, f"{store.uri(PLAN)} is not the plan of this Job", "submit the run again")
     plan = Plan.from_json(data)
-    own = RunRecord.from_json(store.get_bytes(run_name(args.run)))
     runs = [run for run in closing.read_runs(store) if run.sequence <= own.sequence]
     pinned, skipped = overlay(plan, runs)
     return Job(pinned, skipped, own.indexes)
+
+
+def _record(store: Store, key: str) -> bytes:
+    try:
+        return store.get_bytes(key)
+    except NotFound:
+        raise JobError(Exit.CONFIG, f"{store.uri(key)} is missing", "submit the run again") from None
 
 
 def plan_index(job: Job, args: TokenizeArgs) -> int:
@@ -112,6 +119,7 @@ def run_index(
             log.say("started", objects=len(objects), workers=count, total_bytes=progress.total_bytes)
 
             def tick() -> None:
+                task.check()
                 progress.tick()
                 on_tick(progress)
 
@@ -219,26 +227,38 @@ def _children_cpu() -> float:
     return times.children_user + times.children_system
 
 
-@contextmanager
-def signals() -> Iterator[None]:
+class Ending:
     """SIGTERM and Ctrl-C become `Terminated`, once: what follows must not interrupt the way out."""
 
-    def stop(number: int, frame: Any) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
+    def __init__(self) -> None:
+        self.asked = False
+        for number in workers.ENDINGS:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self.asked = True
+        ignore_endings()
         raise Terminated
 
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, stop)
-    yield
+    def check(self) -> None:
+        """Raises `Terminated` if it was raised before: in a finaliser Python swallows it."""
+        if self.asked:
+            raise Terminated
+
+
+def ignore_endings() -> None:
+    for number in workers.ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def guarded(task: Task, body: Callable[[], None]) -> int:
     """Runs the body; whatever ends it becomes an exit code, one clear line, a termination message and a log tail."""
     message: dict[str, Any] = {"run": task.args.run}
     try:
-        with signals():
-            body()
+        ending = Ending()
+        task.check = ending.check
+        body()
+        ending.check()
         code = Exit.OK
     except Terminated:
         code = Exit.SIGTERM
@@ -248,8 +268,7 @@ def guarded(task: Task, body: Callable[[], None]) -> int:
         message |= {"message": text, "hint": hint}
         if trace:
             task.log.keep(trace)
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+    ignore_endings()
     message |= {"exit": int(code), "reason": code.name.lower(), "index": task.index, "try": task.attempt, **task.totals}
     if code:
         task.log.say("stopped" if code == Exit.SIGTERM else "failed", level="error", **message)
@@ -277,6 +296,7 @@ def attempt_from_env() -> int:
 def main(argv: list[str]) -> int:
     """`python -m tokenizer run ARGS`: exit code."""
     log = Log(sys.stdout)
+    log.take_warnings()
     try:
         args = TokenizeArgs.from_argv(argv)
         store = open_store(args.out, POD)

@@ -27,7 +27,7 @@ from tokenizer import workers
 from tokenizer.closing import close, missing_commits
 from tokenizer.index import Model, fetch_tokenizer, load_model
 from tokenizer.job import Exit, JobError, TokenizeArgs
-from tokenizer.pod import POD, Job, Task, Terminated, guarded, read_job, run_index, signals
+from tokenizer.pod import POD, Ending, Job, Task, Terminated, guarded, read_job, run_index
 from tokenizer.scratch import scratch
 from tokenizer.store import Store, open_store
 from tokenizer.talk import Log, Progress, now
@@ -53,6 +53,7 @@ class Pool:
         self.running: dict[int, tuple[int, int]] = {}  # pid -> plan index, failures so far
         self.failed: list[int] = []
         self.started = now()
+        self.ending = Ending()
         (state / "logs").mkdir(parents=True, exist_ok=True)
 
     def say(self, state: str, reason: str = "") -> None:
@@ -95,6 +96,7 @@ class Pool:
                 pid = self._fork(job, index, attempt, model, max(1, workers.cpus() // count))
                 self.running[pid] = (index, failures)
             pid, status = os.waitpid(-1, 0)
+            self.ending.check()
             if pid not in self.running:
                 continue
             index, failures = self.running.pop(pid)
@@ -120,7 +122,7 @@ class Pool:
         self._index(
             index, state="running", attempt=attempt, started=now(), ended=None, exit=None, reason="", progress={}
         )
-        pid = os.fork()
+        pid = workers.fork()
         if pid:
             return pid
         code = int(Exit.RETRY)
@@ -132,7 +134,9 @@ class Pool:
                 os.dup2(handle, stream)
             os.close(handle)
             os.environ["TERMINATION_LOG"] = str(self._message(index))
-            task = Task(self.args, self.store, Log(sys.stdout, run=self.args.run), attempt)
+            log = Log(sys.stdout, run=self.args.run)
+            log.take_warnings()
+            task = Task(self.args, self.store, log, attempt)
             self._index(index, pid=os.getpid())
             if not self.args.workers:
                 task.args = replace(self.args, workers=count)
@@ -206,9 +210,9 @@ def main(argv: list[str]) -> int:
     try:
         state, jobs, args = parse(argv)
         pool = Pool(state, jobs, args, open_store(args.out, POD), log)
-        with signals():
-            pool.say("running")
-            return _ended(pool, log, pool.run)
+        log.take_warnings()
+        pool.say("running")
+        return _ended(pool, log, pool.run)
     except Terminated:
         return int(Exit.SIGTERM)
     except (JobError, ValueError, OSError) as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import IO, Any
 
 TAIL_BYTES = 64 << 10
@@ -18,6 +20,18 @@ def now() -> str:
     """UTC to the millisecond."""
     t = time.time()
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(t)) + f".{int(t % 1 * 1000):03d}Z"
+
+
+class Warnings(logging.Handler):
+    """Hands the text of warnings on."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self.say(record.getMessage())
 
 
 class Log:
@@ -38,6 +52,12 @@ class Log:
 
     def warn(self, text: str) -> None:
         self.say("warning", level="warn", message=text)
+
+    def take_warnings(self) -> None:
+        """What the store logs (retries) becomes lines here."""
+        logger = logging.getLogger("tokenizer")
+        logger.handlers = [Warnings(self.warn)]
+        logger.propagate = False
 
     def keep(self, text: str) -> None:
         """Into the tail alone: what would only frighten on stdout."""

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tokenizer.job import Exit, JobError
+from tokenizer.talk import Warnings
 
 Report = Callable[[dict[str, int]], None]  # what a task calls with its progress since the last call
+ENDINGS = (signal.SIGTERM, signal.SIGINT)
 TICK = 0.5  # seconds between two looks at the world while all workers are busy
 
 
@@ -129,15 +131,11 @@ def _reap(pid: int) -> None:
 
 
 def _fork(work: Callable[[Callable[[], int | None], Report], None], channel: socket.socket, close: list[Any]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
+    pid = fork()
     if pid:
         return pid
     status = 1
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
         for other in close:
             other.close()
         _child(work, channel)
@@ -150,16 +148,19 @@ def _fork(work: Callable[[Callable[[], int | None], Report], None], channel: soc
         os._exit(status)
 
 
-class _Upwards(logging.Handler):
-    """Warnings of a child, from any of its threads, as messages to the parent."""
-
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(logging.WARNING)
-        self.send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):
-            self.send({"warning": record.getMessage()})
+def fork() -> int:
+    """os.fork where no signal can interrupt the hooks around it; in the child SIGTERM and SIGINT are as by default."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        pid = os.fork()
+        if not pid:
+            for number in ENDINGS:
+                signal.signal(number, signal.SIG_DFL)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _child(work: Callable[[Callable[[], int | None], Report], None], channel: socket.socket) -> None:
@@ -179,7 +180,7 @@ def _child(work: Callable[[Callable[[], int | None], Report], None], channel: so
         send({"progress": progress})
 
     logger = logging.getLogger("tokenizer")
-    logger.handlers = [_Upwards(send)]
+    logger.handlers = [Warnings(lambda text: send({"warning": text}))]
     logger.propagate = False
     work(next_task, report)
 
