@@ -35,7 +35,6 @@ from tokenizer.store import StoreError, locate
 
 Say = Callable[[str], None]
 THREADS = 16
-UNLISTED = "0" * 64  # stands for the plan's digest while the input is not listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +96,18 @@ def cut_plan(declaration: plans.Declaration, model: Model, found: listing.Found)
         raise PreflightError(error.message, error.hint) from None
 
 
-def submission(run: str, job: str, out: str, plan: Plan, indexes: Sequence[int], operation: Operation) -> Submission:
+def submission(run: str, job: str, out: str, indexes: Sequence[int], operation: Operation) -> Submission:
     """One Job over those plan indexes."""
-    arguments = TokenizeArgs(out=out, run=job, plan_sha256=plan.sha256(), workers=operation.workers)
+    arguments = TokenizeArgs(out=out, run=job, workers=operation.workers)
     parallelism, _ = plans.clamp_parallelism(operation.parallelism, len(indexes))
     return Submission(run, job, out, tuple(arguments.to_argv()), tuple(indexes), parallelism)
 
 
 def declared(declaration: plans.Declaration, name: str | None, backend: Backend) -> dict[str, Any]:
-    """What would be submitted as far as it is known without asking any store: the plan's digest is not."""
+    """What would be submitted as far as it is known without asking any store."""
     run, out = declaration.run_name(name), Out(declaration.out).uri
     shards = declaration.shards or 1
-    arguments = TokenizeArgs(out=out, run=run, plan_sha256=UNLISTED, workers=declaration.workers)
+    arguments = TokenizeArgs(out=out, run=run, workers=declaration.workers)
     parallelism, _ = plans.clamp_parallelism(declaration.parallelism, shards)
     job = Submission(run, run, out, tuple(arguments.to_argv()), tuple(range(shards)), parallelism)
     return {"schema": "dflash.dry-run/1", "backend": backend.name, "run": run, "job": backend.render(job)}
@@ -118,7 +117,7 @@ def planned(prepared: Prepared, declaration: plans.Declaration, backend: Backend
     """What would be submitted, with the input listed."""
     plan, found = prepared.plan, prepared.found
     operation = Operation(declaration.parallelism, declaration.workers, declaration.gate)
-    job = submission(prepared.run, prepared.run, prepared.out.uri, plan, range(len(plan.batches)), operation)
+    job = submission(prepared.run, prepared.run, prepared.out.uri, range(len(plan.batches)), operation)
     return {
         "schema": "dflash.dry-run/1",
         "backend": backend.name,
@@ -229,6 +228,7 @@ def _start(
             run=job,
             sequence=1 + max((record.sequence for record in records), default=0),
             indexes=tuple(missing),
+            plan_sha256=plan.sha256(),
             gate=operation.gate,
             repinned=operation.repinned,
             skipped=operation.skipped,
@@ -237,7 +237,7 @@ def _start(
     )
     if not missing:
         return Started(known, out, "settled")
-    backend.submit(submission(run, job, out.uri, plan, missing, operation))
+    backend.submit(submission(run, job, out.uri, missing, operation))
     return Started(known, out, "started")
 
 

@@ -78,12 +78,12 @@ def prepare(
     for name, data in files.items():
         store.put_bytes(f"{TOKENIZER_DIR}/{name}", data)
     start(store, plan, run, gate=gate or GateFlags())
-    return plan, TokenizeArgs(out=out, run=run, plan_sha256=plan.sha256()), store
+    return plan, TokenizeArgs(out=out, run=run), store
 
 
 def start(store: Store, plan: Plan, run: str, *, sequence: int = 1, **more: Any) -> None:
     """The run record of one Job over all indexes."""
-    record = RunRecord(run, sequence, tuple(range(len(plan.batches))), **more)
+    record = RunRecord(run, sequence, tuple(range(len(plan.batches))), plan_sha256=plan.sha256(), **more)
     store.put_bytes(run_name(run), record.to_json(), if_none_match=True)
 
 

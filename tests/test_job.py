@@ -37,7 +37,7 @@ from tokenizer.job import (
     spec_difference,
 )
 
-ARGS = TokenizeArgs("s3://bucket/out", "tok-x-12345678", "ab" * 32, workers=3, downloads=4)
+ARGS = TokenizeArgs("s3://bucket/out", "tok-x-12345678", workers=3, downloads=4)
 SPEC = Spec({"tokenizer.json": "aa", "chat_template.jinja": "bb"})
 
 

@@ -100,13 +100,13 @@ __all__ = [
 class TokenizeArgs:
     """Everything a pod is told on its command line; the same for every index of a Job.
 
-    index: the Job's completion index; None takes $JOB_COMPLETION_INDEX. workers: 0 takes the cgroup's CPUs.
+    run: names the record runs/<run>.json, which tells everything else and the plan's sha256. index: the Job's
+    completion index; None takes $JOB_COMPLETION_INDEX. workers: 0 takes the cgroup's CPUs.
     downloads: objects read at once by this pod.
     """
 
     out: str
     run: str
-    plan_sha256: str
     workers: int = 0
     downloads: int = 2
     index: int | None = None
@@ -129,7 +129,7 @@ class TokenizeArgs:
         except ValueError as error:
             raise JobError(Exit.USAGE, f"--workers, --downloads and --index take a whole number: {error}") from None
         values |= {name.replace("-", "_"): value for name, value in flags.items()}
-        missing = [n for n in ("out", "run", "plan_sha256") if not values.get(n)]
+        missing = [n for n in ("out", "run") if not values.get(n)]
         if missing:
             raise JobError(Exit.USAGE, f"--{missing[0].replace('_', '-')} is missing")
         return cls(**values)

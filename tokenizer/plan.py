@@ -260,6 +260,7 @@ class RunRecord:
     repinned: tuple[Obj, ...] = ()  # changed objects of uncommitted batches, as they are now
     skipped: tuple[str, ...] = ()  # keys dropped by --skip-file
     flags: dict[str, Any] = field(default_factory=dict)  # operational, for people: image, parallelism, workers, ...
+    plan_sha256: str = ""  # of plan.json as the submit saw it; a pod that finds another one ends with 78
 
     def to_json(self) -> bytes:
         return canonical({"contract": CONTRACT, **asdict(self)})
@@ -272,6 +273,7 @@ class RunRecord:
                 run=value["run"],
                 sequence=value["sequence"],
                 indexes=tuple(value["indexes"]),
+                plan_sha256=value["plan_sha256"],
                 gate=GateFlags(**value["gate"]),
                 repinned=tuple(Obj(**o) for o in value["repinned"]),
                 skipped=tuple(value["skipped"]),
