@@ -1,6 +1,6 @@
 """Chats to measure on: no text twice, lengths and mixture like regenerated completions.
 
-    python benchmarks/corpus.py OUT_DIR --chats 4500
+    python benchmarks/chats.py OUT_DIR --chats 4500
 
 The words are cut from the Python files and documents of this environment; mathematics and Chinese are made from a seed.
 Rows are `{"id", "conversations": [{"role", "content", "reasoning_content"?}]}`, 500 a file: a fifth of the chats have
