@@ -12,12 +12,18 @@ from dflashctl import show
 from dflashctl.commands import common, data, models, submit, watch
 from dflashctl.errors import describe
 
+EPILOG = (
+    "Exit codes: 0 ok, 1 API or internal, 2 usage, 3 run failed or refused, 4 preflight, 5 OUT or name taken by "
+    "another spec, 124 timeout, 130 Ctrl-C (the run goes on)."
+)
+
 
 def build() -> typer.Typer:
     """The application with all its verbs."""
     app = typer.Typer(
         name="dflashctl",
-        help="Train DFlash drafters on your own target: exact datasets from completions, on one machine or a cluster.",
+        help="Train DFlash drafters on your own target.",
+        epilog=EPILOG,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

@@ -26,7 +26,7 @@ GLOBALS: dict[str, Any] = {
 }
 
 LATEST = "@latest"
-RunRef = Annotated[str, typer.Argument(metavar="[RUN]", help="A run's name, @latest, or the URI of its OUT.")]
+RunRef = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, @latest, or the URI of its OUT.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ def add(app: typer.Typer) -> None:
             str | None, typer.Option("--against", metavar="OTHER", help="Set this dataset beside it.")
         ] = None,
     ) -> int:
-        """Report on a dataset: rows, tokens, what is learnt, what was rejected and why."""
+        """Report on a dataset.
+
+        Rows, tokens, what is learnt, what was rejected and why, and whether it would teach anything.
+        """
         from dflashctl import inspect as reports
 
         record = _record(out)
@@ -41,7 +44,10 @@ def add(app: typer.Typer) -> None:
         what: Annotated[str, typer.Argument(metavar="[tokenize]", help="What is to be run.")] = "tokenize",
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every setting and where it came from.")] = False,
     ) -> int:
-        """Look for what would stop a run. Exits 4 if something would."""
+        """Look for what would stop a run.
+
+        Nothing is written. Exits 4 if something would.
+        """
         from dflashctl import doctor as doctors
 
         if what != "tokenize":

@@ -28,7 +28,10 @@ def add(app: typer.Typer) -> None:
         number: Annotated[int, typer.Option("-n", metavar="N", help="Prompts to use; 0: all.")] = 32,
         max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Per prompt.")] = 256,
     ) -> int:
-        """Measure the acceptance length of a drafter the way a server drafts, greedy and checked for losslessness."""
+        """Measure a drafter's acceptance length.
+
+        Block by block as a server drafts, greedy, and checked against the target's own decoding.
+        """
         from trainer.job import EvalArgs
 
         _at_least("-n", number, 0)
@@ -54,7 +57,7 @@ def add(app: typer.Typer) -> None:
         format_: Annotated[str, typer.Option("--format", metavar="z-lab|speculators", help="Of the files.")] = "z-lab",
         target: Annotated[str, typer.Option("--target", metavar="M", help="The target that speculators names.")] = "",
     ) -> int:
-        """Write a checkpoint as a directory that inference engines load."""
+        """Write a checkpoint for inference engines."""
         from trainer.job import FORMATS, ExportArgs
 
         if format_ not in FORMATS:

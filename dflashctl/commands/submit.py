@@ -89,7 +89,11 @@ def add(app: typer.Typer) -> None:
         ] = None,
         detach: Detach = False,
     ) -> int:
-        """Tokenize completions into a dataset: every row's exact ids, and which of them the model generated."""
+        """Tokenize completions into a dataset.
+
+        Every row is the exact ids that a server saw and the model emitted, with the mask of what is learnt. The same
+        command again does what is missing, or says that nothing is.
+        """
         from dflashctl import plan, preview, submit
         from dflashctl.config import parse_text
 
@@ -140,7 +144,10 @@ def add(app: typer.Typer) -> None:
         workers: Workers = None,
         detach: Detach = False,
     ) -> int:
-        """Do what has no commit yet: after a stop, a failure, a crash, or with files changed or left out."""
+        """Do what is missing in a dataset.
+
+        After a stop, a failure or a crash; changed input files are taken as they are now.
+        """
         from dflashctl import submit
         from dflashctl.runs import find
 

@@ -30,7 +30,10 @@ def add(app: typer.Typer) -> None:
         run: RunRef = LATEST,
         watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it; Ctrl-C leaves the run alone.")] = False,
     ) -> int:
-        """Where a run stands: state, indexes, rows, tokens, and why. Exits 0 whenever it could answer."""
+        """Say where a run stands, and why.
+
+        Exits 0 whenever it could answer.
+        """
         from dflashctl import follow
         from dflashctl.runs import ENDED, look
 
@@ -64,7 +67,10 @@ def add(app: typer.Typer) -> None:
         previous: Annotated[bool, typer.Option("--previous", help="The try before the newest one.")] = False,
         grep: Annotated[str | None, typer.Option("--grep", metavar="REGEX", help="Only lines that match.")] = None,
     ) -> int:
-        """What the indexes of a run printed, each line with its index where there are several."""
+        """Print what a run's indexes said.
+
+        Each line bears its index unless one alone was asked for.
+        """
         from dflashctl import plan
         from dflashctl.runs import look
 
@@ -102,7 +108,10 @@ def add(app: typer.Typer) -> None:
             str, typer.Option("--stuck-after", metavar="TIME", help="Exit 3 when stuck for longer.")
         ] = STUCK_AFTER,
     ) -> int:
-        """Wait for the end of a run and exit by it: 0 succeeded, 3 failed, refused or deleted, 124 timeout."""
+        """Wait for the end of a run.
+
+        Exits by it: 0 succeeded; 3 failed, refused, deleted or stuck; 124 timeout.
+        """
         from dflashctl import follow
 
         limit = None if timeout is None else seconds(timeout, "--timeout")
@@ -116,7 +125,7 @@ def add(app: typer.Typer) -> None:
 
     @verb(app)
     def stop(session: Session, run: RunRef = LATEST) -> int:
-        """Suspend a run; `resume` goes on with what has no commit."""
+        """Suspend a run; resume goes on."""
         from dflashctl.runs import ENDED, look
 
         backend, known, out = _opened(session, run)
@@ -132,7 +141,7 @@ def add(app: typer.Typer) -> None:
 
     @verb(app)
     def ls(session: Session) -> int:
-        """The runs that are known here, newest first."""
+        """List the runs that are known here."""
         backend = session.backend()
         found = [_listed(backend, known) for known in backend.runs()]
         document = {"schema": "dflash.ls/1", "runs": [_row(now) for now in found]}
