@@ -92,9 +92,10 @@ class S3Store(Store):
             return
         self._connection()  # made here, not by several threads at once
         pool, waiting, following = self._pool(), deque[Future[tuple[bytes, str]]](), iter(starts)
+        ahead = min(IN_FLIGHT, self._options.threads + 1)
         try:
             while True:
-                while len(waiting) < IN_FLIGHT and (start := next(following, None)) is not None:
+                while len(waiting) < ahead and (start := next(following, None)) is not None:
                     waiting.append(pool.submit(self._fetch, key, start, min(start + PIECE, size), etag, stop))
                 if not waiting:
                     return
