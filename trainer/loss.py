@@ -211,7 +211,7 @@ class LinearLoss(torch.autograd.Function):
             ce_R[rows], right_R[rows] = ce, right
             torch.mm(error, head_VH, out=grad_RH[rows])
             del error
-            grad_RH[rows] *= (weight[:, None] / norm * scale).to(x_RH.dtype)
+            grad_RH[rows] *= weight[:, None] / norm * scale
         ctx.save_for_backward(grad_RH)
         ctx.mark_non_differentiable(mass, ce_R, right_R)
         return total, mass, ce_R, right_R
