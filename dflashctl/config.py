@@ -24,15 +24,42 @@ PREFIX = "DFLASH_"
 class Key:
     """One setting: its type in dflash.toml and in the environment, and its default."""
 
-    kind: str  # "str" | "int" | "float" | "bool" | "list" | "json"
+    kind: str  # "str" | "int" | "float" | "bool" | "list" | "json" | "tables"
     default: Any
     help: str
 
 
+#: What a Job on a cluster needs beside its work; the same for `tokenize` and `train`.
+PLACE: dict[str, Key] = {
+    "image": Key("str", None, "image of the pods, by digest; default: that of the node profile, else of the registry"),
+    "node": Key("str", None, "node profile, a section [node.NAME]"),
+    "queue": Key("str", None, "Kueue queue"),
+    "env": Key("json", {}, "variables of the pods, never a secret"),
+    "s3_secret": Key("str", None, "Secret with the S3 credentials; default: workload identity"),
+    "service_account": Key("str", None, "service account of the pods"),
+    "set": Key("list", [], "single fields of the Job, FIELD=VALUE"),
+}
+
+#: One node profile, [node.NAME]: what one pod asks for, in Kubernetes quantities.
+NODE: dict[str, Key] = {
+    "cpu": Key("str", None, "cores"),
+    "memory": Key("str", None, "memory, /dev/shm included"),
+    "gpus": Key("int", None, "GPUs"),
+    "shm": Key("str", None, "size of /dev/shm"),
+    "selector": Key("json", None, "labels of the nodes"),
+    "tolerations": Key("tables", None, "taints that are tolerated"),
+    "volumes": Key("json", None, "volume -> its size, or pvc:CLAIM"),
+    "split": Key("str", None, "default of train's --split"),
+    "image": Key("str", None, "image of the pods, by digest"),
+}
+
 # The settings of each section; `""` is the top of the file. The flags of the verbs take their defaults from here.
 SCHEMA: dict[str, dict[str, Key]] = {
     "": {
-        "backend": Key("str", None, "where runs go: local"),
+        "backend": Key("str", None, "where runs go: local, kube; default: kube if the kubeconfig has a current context"),
+        "context": Key("str", None, "kubeconfig context; default: the current one"),
+        "namespace": Key("str", None, "namespace; default: the context's"),
+        "registry": Key("str", None, "where images are if no image is named: REGISTRY/dflash-tokenizer, .../dflash-trainer"),
         "output": Key("str", "table", "format of stdout: table, wide, json, yaml, name"),
     },
     "tokenize": {
@@ -50,6 +77,31 @@ SCHEMA: dict[str, dict[str, Key]] = {
         "generator": Key("str", "", "NAME@REV of the model that wrote the completions"),
         "max_reject": Key("float", 0.01, "largest share of malformed lines before the dataset is refused"),
         "batch_input": Key("list", [], "request files that OpenAI batch outputs are joined with"),
+        **PLACE,
+    },
+    "train": {
+        "dataset": Key("str", None, "OUT of a tokenize"),
+        "out": Key("str", None, "where checkpoints go: s3:// or a path"),
+        "target": Key("str", None, "the target: a path on the model volume, an s3:// prefix or hub-id@revision"),
+        "split": Key("str", None, "target ranks + drafter ranks, or colocated; default: the node profile's"),
+        "steps": Key("int", None, "optimiser steps"),
+        "epochs": Key("float", None, "passes over the dataset; default 1 unless steps are given"),
+        "layers": Key("int", None, "decoder layers of the drafter"),
+        "block_size": Key("int", None, "tokens of a block, the anchor included"),
+        "taps": Key("str", None, "target layers whose hidden states are shipped, e.g. 1,16,31,46,61"),
+        "mask_token_id": Key("int", None, "the mask token"),
+        "anchors": Key("int", None, "anchors of a row"),
+        "max_length": Key("int", 3072, "rows are cut to this many tokens"),
+        "batch_rows": Key("int", None, "rows of a micro-batch"),
+        "accumulate": Key("int", None, "micro-batches of a step"),
+        "lr": Key("float", None, "peak learning rate"),
+        "schedule": Key("str", None, "cosine or wsd"),
+        "seed": Key("int", 0, "seed of order, anchors and start"),
+        "init_from": Key("str", None, "z-lab drafter to start from"),
+        "checkpoint_every": Key("int", None, "steps between checkpoints"),
+        "held_out": Key("float", None, "share of rows that are held out"),
+        "allow_degenerate": Key("bool", False, "train on a dataset that the gate calls degenerate"),
+        **PLACE,
     },
 }
 
@@ -80,18 +132,33 @@ def load_file(path: Path | None, cwd: Path) -> tuple[dict[str, dict[str, Any]], 
         raise UsageError(f"`{file}` is not valid TOML: {error}") from None
     sections: dict[str, dict[str, Any]] = {"": {}}
     for name, entry in raw.items():
-        if isinstance(entry, dict):
+        if name == "node":
+            sections |= _profiles(file, entry)
+        elif isinstance(entry, dict):
             if name not in SCHEMA:
-                raise UsageError(f"`{file}` has an unknown section `[{name}]`", _nearest(name, SCHEMA))
+                raise UsageError(
+                    f"`{file}` has an unknown section `[{name}]`", _nearest(name, {**SCHEMA, "node": None})
+                )
             sections[name] = {key: _typed(file, name, key, value) for key, value in entry.items()}
         else:
             sections[""][name] = _typed(file, "", name, entry)
     return sections, str(file)
 
 
+def _profiles(file: Path, entry: Any) -> dict[str, dict[str, Any]]:
+    """`node.NAME` -> the typed keys of that profile."""
+    found: dict[str, dict[str, Any]] = {}
+    for profile, keys in entry.items() if isinstance(entry, dict) else ():
+        if not isinstance(keys, dict):
+            raise UsageError(f"`{file}` has an unknown key `node.{profile}`", "a profile is a section: [node.NAME]")
+        section = f"node.{profile}"
+        found[section] = {key: _typed(file, section, key, value) for key, value in keys.items()}
+    return found
+
+
 def _typed(file: Path, section: str, key: str, value: Any) -> Any:
     where = f"{section}.{key}" if section else key
-    known = SCHEMA[section]
+    known = NODE if section.startswith("node.") else SCHEMA[section]
     if key not in known:
         raise UsageError(f"`{file}` has an unknown key `{where}`", _nearest(key, known))
     kind = known[key].kind
@@ -103,6 +170,8 @@ def _typed(file: Path, section: str, key: str, value: Any) -> Any:
         value = float(value) if fits else value
     elif kind == "int":
         fits = isinstance(value, int) and not isinstance(value, bool)
+    elif kind == "tables":
+        fits = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
         fits = isinstance(value, {"str": str, "bool": bool, "json": dict}[kind])
     if not fits:
@@ -117,6 +186,7 @@ _A_KIND = {
     "bool": "true or false",
     "list": "a string or a list of strings",
     "json": "a table",
+    "tables": "a list of tables",
 }
 
 

@@ -30,7 +30,10 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mkMGTPE])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: An environment variable of such a name would put a secret in the manifest: it belongs in a Secret.
-_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|ACCESS_KEY|API_KEY|PRIVATE_KEY)(?:_|$)(?!.*FILE$)", re.IGNORECASE
+)
+_USERINFO = re.compile(r"://[^/\s@:]+:[^/\s@]+@")
 _FREE_MAPS = frozenset({"labels", "annotations", "nodeSelector", "limits", "requests"})
 #: Optional fields that --set may add; every other path must already stand in the Job.
 _OPTIONAL = frozenset({
@@ -45,16 +48,18 @@ _OPTIONAL = frozenset({
 
 @dataclass(frozen=True)
 class Node:
-    """A node profile (`[node.NAME]` of dflash.toml): what one pod asks for. Sizes are Kubernetes quantities."""
+    """A node profile (`[node.NAME]` of dflash.toml): what one pod asks for, in Kubernetes quantities.
 
-    cpu: str = "4"
-    memory: str = "6Gi"
-    gpus: int = 0
-    shm: str = "64Gi"
+    What a profile leaves out stays as the base Job has it.
+    """
+
+    cpu: str = ""
+    memory: str = ""
+    gpus: int | None = None
+    shm: str = ""
     selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: Sequence[Mapping[str, Any]] = ()
     volumes: Mapping[str, str] = field(default_factory=dict)  # name -> size of its emptyDir, or "pvc:CLAIM"
-    split: str = ""  # default of train's --split
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,6 @@ class Run:
     env: Mapping[str, str] = field(default_factory=dict)
     s3_secret: str = ""
     service_account: str = ""
-    deadline_s: int | None = None
     sets: Sequence[str] = ()
 
 
@@ -111,8 +115,6 @@ def render(base_job: Mapping[str, Any], run: Run) -> dict[str, Any]:
             "parallelism": min(run.parallelism, run.completions),
             "maxFailedIndexes": max_failed_indexes(run.completions),
         }
-    if run.deadline_s is not None:
-        spec["activeDeadlineSeconds"] = run.deadline_s
     container["image"] = run.image
     container["args"] = [*container["args"], *run.argv]
     container["env"] = [*container["env"], *({"name": k, "value": v} for k, v in sorted(run.env.items()))]
@@ -144,18 +146,18 @@ def _rules(rules: Sequence[Mapping[str, Any]], kind: str, container: str) -> lis
 
 def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
     """Resources (requests equal limits: Guaranteed QoS), placement and volume sizes of the profile."""
-    size = {"cpu": node.cpu, "memory": node.memory}
-    if node.gpus:
+    size = {key: value for key, value in (("cpu", node.cpu), ("memory", node.memory)) if value}
+    if node.gpus is not None:
         size["nvidia.com/gpu"] = str(node.gpus)
     for side in ("requests", "limits"):
-        kept = {k: v for k, v in container["resources"][side].items() if k != "nvidia.com/gpu"}
-        container["resources"][side] = kept | size
+        sized = container["resources"][side] | size
+        container["resources"][side] = {k: v for k, v in sized.items() if v != "0"}
     if node.selector:
         pod["nodeSelector"] = dict(node.selector)
     if node.tolerations:
         pod["tolerations"] = [dict(t) for t in node.tolerations]
     known = {v["name"]: v for v in pod["volumes"]}
-    wanted = dict(node.volumes) | ({"shm": node.shm} if "shm" in known else {})
+    wanted = dict(node.volumes) | ({"shm": node.shm} if node.shm else {})
     for name, value in wanted.items():
         if name not in known:
             raise UsageError(f"`volumes.{name}` is no volume of this Job", f"known are {', '.join(sorted(known))}")
@@ -164,6 +166,9 @@ def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
             known[name]["persistentVolumeClaim"] = {"claimName": value[4:]}
         else:
             known[name].setdefault("emptyDir", {})["sizeLimit"] = value
+    memory, shm = container["resources"]["limits"]["memory"], known.get("shm", {}).get("emptyDir", {}).get("sizeLimit")
+    if shm and quantity(shm) >= quantity(memory):
+        raise UsageError(f"`shm` {shm} is not below `memory` {memory}", "/dev/shm counts against the memory limit")
 
 
 def _check(run: Run) -> None:
@@ -172,28 +177,24 @@ def _check(run: Run) -> None:
                          "use lower-case letters, digits and `-`")  # fmt: skip
     if not run.image:
         raise UsageError(
-            "no image is set", f"give `--image REF@sha256:...`, or `image` in `[{run.kind}]` of dflash.toml"
+            "no image is set",
+            f"give `--image REF@sha256:...`, or `image` in [{run.kind}] or `registry` at the top of dflash.toml",
         )
     for name, number in (("parallelism", run.parallelism), ("shards", run.completions)):
         if number < 1:
             raise UsageError(f"`--{name}` is {number}, not a number from 1 up")
-    for name in run.env:
+    for name, text in run.env.items():
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(f"`--env {name}` is no variable name")
-        if _SECRET_NAME.search(name):
+        if _SECRET_NAME.search(name) or _USERINFO.search(text):
             raise UsageError(f"`--env {name}` would put a secret in the manifest", "name a Secret with `--s3-secret`")
-    sizes = {"cpu": run.node.cpu, "memory": run.node.memory}
+    sizes = {"cpu": run.node.cpu, "memory": run.node.memory, "shm": run.node.shm}
     sizes |= {f"volumes.{n}": v for n, v in run.node.volumes.items() if not v.startswith("pvc:")}
-    if run.kind == "train":
-        sizes["shm"] = run.node.shm
-        if run.node.gpus < 0:
-            raise UsageError(f"`gpus` is {run.node.gpus}, not a number from 0 up")
     for name, value in sizes.items():
-        if not _QUANTITY.fullmatch(value):
+        if value and not _QUANTITY.fullmatch(value):
             raise UsageError(f"`{name}` is `{value}`, not a Kubernetes quantity such as 4, 500m or 16Gi")
-    if run.kind == "train" and quantity(run.node.shm) >= quantity(run.node.memory):
-        raise UsageError(f"`shm` {run.node.shm} is not below `memory` {run.node.memory}",
-                         "/dev/shm counts against the memory limit")  # fmt: skip
+    if run.node.gpus is not None and run.node.gpus < 0:
+        raise UsageError(f"`gpus` is {run.node.gpus}, not a number from 0 up")
     if run.kind == "tokenize" and run.node.gpus:
         raise UsageError(f"`gpus` is {run.node.gpus}: tokenize pods see no GPU", "use a profile without gpus")
 

@@ -24,7 +24,7 @@ TOKENIZE = Run(
 B200 = Node(
     cpu="64", memory="512Gi", gpus=7, shm="64Gi", selector={"node.example/type": "b200"},
     tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-    volumes={"model": "60Gi", "data": "12Gi", "checkpoints": "24Gi", "cache": "pvc:caches"}, split="4+3",
+    volumes={"model": "60Gi", "data": "12Gi", "checkpoints": "24Gi", "cache": "pvc:caches"},
 )  # fmt: skip
 TRAIN = dataclasses.replace(TOKENIZE, kind="train", run="trn-qwen-0a1b2c3d", job="trn-qwen-0a1b2c3d", node=B200,
                             argv=["--split", "4+3"], completions=1, parallelism=1, queue="gpu")  # fmt: skip
@@ -119,14 +119,13 @@ def test_parallelism_is_clamped_and_max_failed_indexes_is_five_percent():
     assert [max_failed_indexes(n) for n in (1, 20, 21, 64, 100)] == [1, 1, 2, 4, 5]
 
 
-def test_env_secret_account_and_deadline():
-    run = dataclasses.replace(TOKENIZE, env={"B": "2", "A": "1"}, s3_secret="s3", service_account="me", deadline_s=60)
+def test_env_secret_and_account():
+    run = dataclasses.replace(TOKENIZE, env={"B": "2", "A": "1"}, s3_secret="s3", service_account="me")
     job = rendered(run)
     pod = job["spec"]["template"]["spec"]
     assert [e["name"] for e in pod["containers"][0]["env"]][-2:] == ["A", "B"]
     assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "s3"}}]
     assert pod["serviceAccountName"] == "me"
-    assert job["spec"]["activeDeadlineSeconds"] == 60
 
 
 @pytest.mark.parametrize(
@@ -139,11 +138,14 @@ def test_env_secret_account_and_deadline():
         ({"completions": 0}, "--shards"),
         ({"env": {"A-B": "1"}}, "--env"),
         ({"env": {"AWS_SECRET_ACCESS_KEY": "marker"}}, "--env"),
+        ({"env": {"HF_TOKEN": "marker"}}, "--env"),
+        ({"env": {"PROXY": "http://me:marker@host"}}, "--env"),
         ({"node": Node(cpu="four")}, "cpu"),
         ({"node": Node(memory="6GB")}, "memory"),
         ({"node": Node(gpus=1)}, "gpus"),
         ({"node": Node(volumes={"nope": "1Gi"})}, "volumes.nope"),
         ({"node": Node(volumes={"scratch": "big"})}, "volumes.scratch"),
+        ({"node": Node(shm="1Gi")}, "volumes.shm"),
         ({"sets": ["spec.paralelism=3"]}, "spec.paralelism"),
         ({"sets": ["spec.template.spec.containers.1.image=x"]}, "containers.1"),
         ({"sets": ["spec.template.spec.containers.x.image=x"]}, "containers.x"),
@@ -168,6 +170,21 @@ def test_impossible_values_are_refused_by_field_name(change, field):
 def test_train_profiles_that_cannot_run(node, field):
     with pytest.raises(UsageError, match=field):
         rendered(dataclasses.replace(TRAIN, node=node))
+
+
+def test_a_profile_that_says_nothing_leaves_the_base_job_as_it_is():
+    bare = rendered(dataclasses.replace(TRAIN, node=Node()))["spec"]["template"]["spec"]
+    stands = base("train")["spec"]["template"]["spec"]
+    assert bare["containers"][0]["resources"] == stands["containers"][0]["resources"]
+    assert bare["volumes"] == stands["volumes"]
+    none = rendered(dataclasses.replace(TRAIN, node=Node(gpus=0)))["spec"]["template"]["spec"]
+    assert "nvidia.com/gpu" not in none["containers"][0]["resources"]["limits"]
+
+
+def test_variables_that_only_sound_like_secrets_pass():
+    env = {"TOKENIZERS_PARALLELISM": "false", "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token"}
+    job = rendered(dataclasses.replace(TOKENIZE, env=env))
+    assert {e["name"] for e in job["spec"]["template"]["spec"]["containers"][0]["env"]} >= set(env)
 
 
 def test_set_reaches_existing_optional_and_free_fields():
