@@ -112,11 +112,11 @@ def watch(
     """
     screen, begin = show.Screen(sys.stderr, time.monotonic), time.monotonic()
     try:
-        status, facts, unread = look(backend, known, out)
-        if unread:
-            show.warn(unread)
+        status, facts = look(backend, known, out)
         first, looks = status, 0
         while True:
+            if facts.unread and status.state not in LIVE:
+                raise ApiError(facts.unread, "the run is not touched; ask again with `dflashctl status`")
             pace = speed(first, status, time.monotonic() - begin)
             if not quiet:
                 _draw(screen, status, pace, wide, every_change)
@@ -130,9 +130,7 @@ def watch(
             if snapshot is not None and snapshot.state in LIVE:
                 status = combine(known, facts, snapshot)
             else:
-                status, facts, unread = look(backend, known, out)
-                if unread:
-                    raise ApiError(unread, "the run is not touched; ask again with `dflashctl status`")
+                status, facts = look(backend, known, out)
     except KeyboardInterrupt:
         raise Detached(
             f"detached, run `{known.run}` goes on", f"see it with `dflashctl status {known.run} -w`"

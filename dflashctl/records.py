@@ -33,7 +33,8 @@ from tokenizer.store import NotFound, Options, Store, StoreError, open_store
 
 THREADS = 16
 #: `status` says within about ten seconds that a store is not there; a submit may try for longer.
-QUICK, PATIENT = Options(patience=6.0), Options(patience=30.0)
+QUICK = Options(patience=6.0, on_retry=lambda line: None)
+PATIENT = Options(patience=30.0)
 
 
 class Out:

@@ -33,6 +33,7 @@ class Facts:
     dataset: Mapping[str, Any] | None = None
     refused: Mapping[str, Any] | None = None
     unsettled: str = ""  # why the dataset could not be finalised, though every index has its commit
+    unread: str = ""  # why OUT could not be asked; then the rest is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, st
         return "succeeded", ""
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
         return snapshot.state, snapshot.reason
+    if facts.unread:
+        return snapshot.state if snapshot else "deleted", f"as far as can be told without OUT: {facts.unread}"
     complete = total > 0 and len(facts.commits) >= total
     if facts.refused is not None and complete:
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
@@ -163,15 +166,15 @@ def sizes_of(plan: Plan) -> tuple[int, ...]:
     return tuple(sum(o.size for o in batch.objects) for batch in plan.batches)
 
 
-def look(backend: Backend, known: Known, out: Out) -> tuple[Status, Facts, str]:
-    """(status, OUT's part of it, what could not be read): a store that is not there is said, no reason to fail."""
+def look(backend: Backend, known: Known, out: Out) -> tuple[Status, Facts]:
+    """(status, OUT's part of it): a store that is not there is no reason to fail, `Facts.unread` says so."""
     snapshot = backend.snapshot(known.run)
     try:
-        facts, unread = read_facts(out), ""
+        facts = read_facts(out)
     except StoreError as error:
         plan = out.cached_plan()
-        facts, unread = Facts(sizes_of(plan) if plan else ()), error.message
-    return combine(known, facts, snapshot), facts, unread
+        facts = Facts(sizes_of(plan) if plan else (), unread=error.message)
+    return combine(known, facts, snapshot), facts
 
 
 def find(reference: str, backend: Backend, settings: Settings) -> Known:

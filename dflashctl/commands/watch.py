@@ -51,9 +51,9 @@ def add(app: typer.Typer) -> None:
                 quiet=not text,
             )
         else:
-            now, _, unread = look(backend, known, out)
-            if unread:
-                show.warn(unread, "what the backend knows is shown")
+            now, facts = look(backend, known, out)
+            if facts.unread:
+                show.warn(facts.unread, "what the backend knows is shown")
         show.emit(now.document(), session.output, lambda: follow.status_block(now, None, wide), known.run)
         return 0
 
@@ -129,12 +129,12 @@ def add(app: typer.Typer) -> None:
         from dflashctl.runs import ENDED, look
 
         backend, known, out = _opened(session, run)
-        now, _, _ = look(backend, known, out)
+        now, _ = look(backend, known, out)
         if now.state in ENDED or now.state == "suspended":
             show.say(f"run {known.run} is {now.state} already")
         else:
             backend.stop(known.run)
-            now, _, _ = look(backend, known, out)
+            now, _ = look(backend, known, out)
             show.say(f"run {known.run} {now.state}")
         show.emit(now.document(), session.output, list, known.run)
         return 0
@@ -143,7 +143,8 @@ def add(app: typer.Typer) -> None:
     def ls(session: Session) -> int:
         """List the runs that are known here."""
         backend = session.backend()
-        found = [_listed(backend, known) for known in backend.runs()]
+        unread: dict[str, str] = {}
+        found = [_listed(backend, known, unread) for known in backend.runs()]
         document = {"schema": "dflash.ls/1", "runs": [_row(now) for now in found]}
         lines = [
             (now.run, now.kind, now.state, f"{now.succeeded}/{now.total}", show.count(now.rows), now.out)
@@ -183,13 +184,18 @@ def _opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
     return backend, known, Out(known.out, QUICK)
 
 
-def _listed(backend: Backend, known: Known) -> Status:
+def _listed(backend: Backend, known: Known, unread: dict[str, str]) -> Status:
+    """One run's status; a store that did not answer (by its root) is not asked again for the next run."""
     from dflashctl.records import QUICK, Out
-    from dflashctl.runs import look
+    from dflashctl.runs import Facts, combine, look
 
-    now, _, unread = look(backend, known, Out(known.out, QUICK))
-    if unread:
-        show.warn(unread)
+    root = "/".join(known.out.split("/")[:3]) if known.out.startswith("s3://") else known.out
+    if root in unread:
+        return combine(known, Facts(unread=unread[root]), backend.snapshot(known.run))
+    now, facts = look(backend, known, Out(known.out, QUICK))
+    if facts.unread:
+        unread[root] = facts.unread
+        show.warn(facts.unread)
     return now
 
 
