@@ -378,19 +378,27 @@ print([os.waitpid(pid, 0)[1] for pid in children])
     assert child(code, size) == "[0, 0]\n"
 
 
-def test_one_process_of_a_pod_makes_the_check() -> None:
+def test_one_process_of_a_pod_makes_the_check_and_another_if_it_died() -> None:
     code = """
-done = []
-for _ in range(2):
+seen = []
+def fork(check):
     pid = os.fork()
     if not pid:
-        encoder._cross_check = lambda *_: os._exit(7)
+        encoder._cross_check = check
         encoder.encode(rows(1, 9, 0, "ab"))
         os._exit(0)
-    done.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-print(done)
+    seen.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+fork(lambda *_: os.kill(os.getpid(), 9))
+fork(lambda *_: seen.append("made"))
+fork(lambda *_: os._exit(8))
+print(seen)
+encoder._check[:] = b"\\1\\0\\0\\0\\0"  # a living process is at it
+fork(lambda *_: os._exit(8))
+encoder._check[:] = bytes(5)
+fork(lambda *_: os._exit(8))
+print(seen)
 """
-    assert child(code, 1 << 40) == "[7, 0]\n"
+    assert child(code, 1 << 40) == "[-9, 0, 0]\n[-9, 0, 0, 0, 8]\n"
 
 
 def test_long_words_leave_memory_flat() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ class Encoder:
         self._lengths: NDArray[np.int32] | None = None  # bytes per token, known once a fast engine was
         self._nfc = False
         self._spent = 0.0
-        self._checked = mmap.mmap(-1, 1)  # shared with forks: one process of a pod makes the check, not each
+        self._check = mmap.mmap(-1, 5)  # shared with forks: pid of the one that makes the check, 1 once it is made
         if not small:
             self._load_fast()
         self.control_tokens: tuple[str, ...]
@@ -136,9 +137,9 @@ class Encoder:
                 mask[start : start + self._first_learnt(piece, parts[number])] = 0
         ids = np.concatenate([np.zeros(0, np.int32), *parts])
         encoded = Encoded(ids, ends[counts], mask, rejects, literals)
-        if not isinstance(engine, Reference) and not self._checked[0]:
-            self._checked[0] = 1
+        if not isinstance(engine, Reference) and rows and self._claims_check():
             self._cross_check(rows, encoded)
+            self._check[4] = 1
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -188,6 +189,14 @@ class Encoder:
             return self.reference
         _, data = self._read()
         return self.reference if self.unproven is not None else engines.pruned(data, texts)
+
+    def _claims_check(self) -> bool:
+        """Whether this process is to make the check: it is not made, and no living process is at it."""
+        owner = int.from_bytes(self._check[:4], "little")
+        if self._check[4] or (owner not in (0, os.getpid()) and _alive(owner)):
+            return False
+        self._check[:4] = os.getpid().to_bytes(4, "little")
+        return True
 
     def _cross_check(self, rows: Sequence[TextRow], encoded: Encoded) -> None:
         """Encodes the first rows by the definition; JobError(SELF_CHECK) where that differs."""
@@ -246,6 +255,14 @@ class Encoder:
             if not same_text(decoded, piece.text) and not same_text(decoded, unicodedata.normalize("NFC", piece.text)):
                 return Reject("foreign_token_ids", "the ids do not decode to the text of the row")
         return None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):  # gone, or its number is another user's by now
+        return False
+    return True
 
 
 def _is_nfc(text: str) -> bool:
