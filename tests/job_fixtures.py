@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from vocab import tiny_dir
 
+from tokenizer.index import Model, convert_index, load_model
 from tokenizer.job import (
     PLAN,
     TOKENIZER_DIR,
@@ -26,6 +28,7 @@ from tokenizer.job import (
     make_plan,
     run_name,
 )
+from tokenizer.shard import Commit
 from tokenizer.store import Store, expand, join, open_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,3 +116,30 @@ def contents(out: str, *skip: str) -> dict[str, bytes]:
     store = open_store(out)
     left_out = ("stats/", "logs/", "runs/", *skip)
     return {s.key: store.get_bytes(s.key) for s in store.list() if not s.key.startswith(left_out)}
+
+
+@cache
+def tiny_model(**options: Any) -> Model:
+    return load_model(tiny_dir(), Spec({}, **options), 0)
+
+
+def convert(plan: Plan, index: int, folder: Path, count: int = 2, skipped: frozenset[str] = frozenset()) -> Commit:
+    folder.mkdir()
+    model = tiny_model(loss_on=plan.spec.loss_on)
+    commit: Commit = convert_index(
+        index, plan, skipped, model, folder, count=count, downloads=2, on_progress=lambda delta: None
+    )[2]
+    return commit
+
+
+def rejects(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rejects.jsonl").read_bytes().splitlines()]
+
+
+def run_all(out: str, source: str, tmp_path: Path, **more: Any) -> tuple[Plan, Store]:
+    """Every index by a pod of its own."""
+    plan, args, store = prepare(out, source, **more)
+    for index in range(len(plan.batches)):
+        code, lines, err = finish(pod(args, index, DFLASH_SCRATCH=str(tmp_path / "scratch")))
+        assert (code, err) == (0, ""), (lines, err)
+    return plan, store

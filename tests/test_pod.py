@@ -2,78 +2,36 @@
 
 from __future__ import annotations
 
-import base64
-import gc
 import gzip
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import tracemalloc
-from collections import Counter
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import format_reader
-import psutil
 import pytest
 from faultproxy import FaultProxy
 from job_fixtures import (
-    ROOT,
     answer,
     chat_line,
     contents,
+    convert,
     environment,
     finish,
     objects,
     pod,
     prepare,
+    run_all,
     start,
     write_corpus,
 )
 from s3_fixtures import *  # noqa: F403
-from vocab import tiny_dir
 
-from tokenizer import workers
-from tokenizer.index import Model, convert_index, convert_object, load_model
-from tokenizer.job import FILTERED, MALFORMED, TOKENIZER_DIR, Exit, GateFlags, JobError, Plan, Spec, overlay
-from tokenizer.read import LineReader
-from tokenizer.scratch import PREFIX, scratch
-from tokenizer.shard import Commit, close, read_commit, read_runs
-from tokenizer.store import Options, Store, open_store
-
-
-@cache
-def tiny_model(**options: Any) -> Model:
-    return load_model(tiny_dir(), Spec({}, **options), 0)
-
-
-def convert(plan: Plan, index: int, folder: Path, count: int = 2, skipped: frozenset[str] = frozenset()) -> Commit:
-    folder.mkdir()
-    model = tiny_model(loss_on=plan.spec.loss_on)
-    commit: Commit = convert_index(
-        index, plan, skipped, model, folder, count=count, downloads=2, on_progress=lambda delta: None
-    )[2]
-    return commit
-
-
-def rejects(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rejects.jsonl").read_bytes().splitlines()]
-
-
-def run_all(out: str, source: str, tmp_path: Path, **more: Any) -> tuple[Plan, Store]:
-    """Every index by a pod of its own."""
-    plan, args, store = prepare(out, source, **more)
-    for index in range(len(plan.batches)):
-        code, lines, err = finish(pod(args, index, DFLASH_SCRATCH=str(tmp_path / "scratch")))
-        assert (code, err) == (0, ""), (lines, err)
-    return plan, store
-
-
-# ---- accounting
+from tokenizer.job import TOKENIZER_DIR, Exit, overlay
+from tokenizer.shard import read_commit, read_runs
+from tokenizer.store import open_store
 
 GOOD = chat_line("how are you?", answer(1))
 MULTI = json.dumps(
@@ -86,136 +44,6 @@ MULTI = json.dumps(
         ]
     }
 )
-LINES: list[tuple[bytes, str | None]] = [  # a line, and the reason it is rejected for
-    (GOOD.encode(), None),
-    (b"", "blank"),
-    (b'{"messages": [', "invalid_json"),
-    (b"  \t ", "blank"),
-    ('{"prompt": "caf\xe9"}'.encode("latin-1"), "invalid_utf8"),
-    (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "lone_surrogate"),
-    (b'{"colour": "red"}', "unknown_dialect"),
-    (b"[1, 2]", "unknown_dialect"),
-    (json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode(), "no_completion"),
-    (chat_line("q", "bad", finish_reason="content_filter").encode(), "bad_finish_reason"),
-    (chat_line("q", "tiny").encode(), "too_few_loss_tokens"),
-    (chat_line("q", answer(3), usage={"completion_tokens": 5000}).encode(), "reasoning_lost"),
-    (MULTI.encode() + b"\r", None),
-    (chat_line("the last line has no newline", answer(4)).encode(), None),
-]
-
-
-def test_every_line_is_kept_or_rejected_by_name(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "all.jsonl").write_bytes(b"\n".join(line for line, _ in LINES))
-    plan, _, _ = prepare(str(tmp_path / "out"), str(source))
-    commit = convert(plan, 0, tmp_path / "work")
-    expected = Counter(reason for _, reason in LINES if reason not in (None, "blank"))
-    assert commit["lines"]["rejected"] == expected
-    assert commit["lines"]["kept"] == sum(reason is None for _, reason in LINES)
-    assert commit["lines"]["seen"] == commit["lines"]["kept"] + sum(expected.values())
-    found = rejects(tmp_path / "work")
-    whole = [(r["line"], r["reason"]) for r in found]
-    assert whole == [(n, reason) for n, (_, reason) in enumerate(LINES, 1) if reason not in (None, "blank")]
-    assert {r["reason"] for r in found} <= MALFORMED | FILTERED
-    for reject in found:
-        raw = base64.b64decode(reject["raw"]) if reject.get("encoding") == "base64" else reject["raw"].encode()
-        assert raw == LINES[reject["line"] - 1][0]
-        assert reject["object"] == "all.jsonl" and reject["detail"]
-
-
-def test_turns_of_kept_lines_are_counted_apart(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
-    bad = {"messages": [*turns, {"role": "user", "content": "b"}, {"role": "assistant", "content": "y"}]}
-    one = {"messages": [*turns[:1], {"role": "assistant", "content": answer(1), "finish_reason": "error"}]}
-    (source / "a.jsonl").write_text("\n".join([json.dumps(bad), json.dumps(one), MULTI]) + "\n")
-    plan, _, _ = prepare(str(tmp_path / "out"), str(source))
-    commit = convert(plan, 0, tmp_path / "work")
-    entries = rejects(tmp_path / "work")
-    assert commit["lines"]["seen"] == commit["lines"]["kept"] + sum(commit["lines"]["rejected"].values()) == 3
-    assert len(entries) == sum(commit["lines"]["rejected"].values()) + sum(commit["turns_rejected"].values())
-
-
-def test_an_over_long_line_is_named_and_its_neighbours_are_kept(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    long = "ü" * (17 << 19)  # 17 MiB
-    (source / "a.jsonl").write_text(f"{GOOD}\n{long}\n{GOOD}\n", encoding="utf-8")
-    plan, _, _ = prepare(str(tmp_path / "out"), str(source))
-    commit = convert(plan, 0, tmp_path / "work")
-    (reject,) = rejects(tmp_path / "work")
-    assert (reject["line"], reject["reason"]) == (2, "line_too_long")
-    assert len(reject["raw"].encode()) == 64 << 10 and set(reject["raw"]) == {"ü"}
-    assert commit["lines"] == {"seen": 3, "kept": 2, "rejected": {"line_too_long": 1}}
-
-
-def test_max_length_cuts_ids_and_mask_alike_and_says_what_it_cost(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "in", 1, 20)
-    full, _, _ = prepare(str(tmp_path / "a"), str(tmp_path / "in"))
-    short, _, _ = prepare(str(tmp_path / "b"), str(tmp_path / "in"), max_length=50, min_loss_tokens=1)
-    none, _, _ = prepare(str(tmp_path / "c"), str(tmp_path / "in"), max_length=3)
-    whole, cut = convert(full, 0, tmp_path / "wa"), convert(short, 0, tmp_path / "wb")
-    assert cut["cut"]["rows"] == 20 and cut["tokens"] == 20 * 50
-    assert cut["loss_tokens"] + cut["cut"]["loss_tokens"] == whole["loss_tokens"]
-    assert convert(none, 0, tmp_path / "wc")["lines"]["rejected"] == {"truncated_away": 20}
-
-
-def test_the_histogram_is_taken_before_the_filter(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    rows = [chat_line(f"q{n}", "no" if n % 4 else answer(n)) for n in range(100)]
-    (source / "a.jsonl").write_text("\n".join(rows))
-    plan, args, store = prepare(str(tmp_path / "out"), str(source), gate=GateFlags(max_reject=1.0))
-    commit = convert(plan, 0, tmp_path / "work")
-    assert sum(commit["histogram"]["before"].values()) == 100
-    assert sum(commit["histogram"]["after"].values()) == commit["rows"] == 25
-    assert [(s["text"], s["count"]) for s in commit["supervised"]] == [("no", 75)]
-    code, lines, _ = finish(pod(args, 0))
-    assert code == 0  # a refusal is the run's, not the pod's
-    assert lines[-1]["state"] == "refused"
-    refused = json.loads(store.get_bytes("refused.json"))
-    assert any("exactly 3 loss tokens" in r for r in refused["reasons"])
-    assert any("learn the same text: 'no'" in r for r in refused["reasons"])
-    assert store.stat("dataset.json") is None
-    start(store, plan, "tok-test-r2", sequence=2, gate=GateFlags(allow_degenerate=True))
-    assert close(store).state == "complete"  # without a new pod
-    assert store.stat("refused.json") is None
-    before = store.get_bytes("dataset.json")
-    start(store, plan, "tok-test-r3", sequence=3)
-    assert close(store).state == "complete" and store.get_bytes("dataset.json") == before
-
-
-def test_batch_outputs_are_joined_with_their_requests(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-
-    def request(name: str, text: str) -> str:
-        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
-
-    def output(name: str, text: str) -> str:
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        return json.dumps({"custom_id": name, "response": {"status_code": 200, "body": {"choices": [choice]}}})
-
-    asked = [request("r1", "first?"), request("r2", "second?"), request("twice", "a"), request("twice", "b")]
-    (source / "requests.jsonl").write_text("\n".join(asked))
-    (source / "out.jsonl").write_text("\n".join(output(n, answer(1)) for n in ("r2", "r1", "twice", "never")))
-    (requests,) = [o for o in objects(str(source)) if o.path == "requests.jsonl"]
-    outputs = next(o for o in objects(str(source)) if o.path == "out.jsonl")
-    out = str(tmp_path / "out")
-    _, store = run_all(
-        out, str(source), tmp_path, batch_inputs={outputs.key: [requests]}, gate=GateFlags(1.0, allow_degenerate=True)
-    )
-    commit = read_commit(store, 0)
-    assert commit["lines"] == {"seen": 4, "kept": 2, "rejected": {"no_prompt": 2}}
-    digest = hashlib.sha256((source / "requests.jsonl").read_bytes()).hexdigest()
-    assert commit["batch_inputs"] == [{"key": requests.key, "sha256": digest}]
-    assert ["second?" in s["segments"][0]["text"] for s in commit["samples"]] == [True, False]
-    rows, _ = format_reader.read(Path(out))
-    assert [r["source_id"] for r in rows] == ["r2", "r1"]
-
 
 # ---- the same bytes
 
@@ -521,83 +349,3 @@ def test_a_full_disk_is_73_and_leaves_nothing(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", str(room)], check=True)
     assert not [k for k in contents(store.root) if k.startswith(("data", "commits"))]
-
-
-# ---- parts
-
-
-def test_scratch_of_the_killed_is_removed_and_of_the_living_is_not(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, pathlib; from tokenizer.scratch import scratch\n"
-        f"with scratch(pathlib.Path({str(tmp_path)!r})) as folder:\n"
-        "    (folder / 'big').write_bytes(b'x'); print(folder, flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    theirs = Path(process.stdout.readline().strip())
-    with scratch(tmp_path) as mine:
-        assert theirs.exists() and mine.exists() and mine != theirs
-    process.kill()
-    process.communicate()
-    assert theirs.exists()
-    with scratch(tmp_path):
-        assert not theirs.exists()
-    assert list(tmp_path.glob(f"{PREFIX}*")) == []
-
-
-def test_workers_do_every_task_once_and_the_first_error_ends_all() -> None:
-    seen: list[dict[str, int]] = []
-    before = psutil.Process().children()
-
-    def work(next_task: Any, report: Any) -> None:
-        while (task := next_task()) is not None:
-            if task == 999:
-                raise JobError(Exit.DATA, "task 999", "leave it out")
-            report({"task": task})
-
-    workers.run(range(100), 4, work, seen.append)
-    assert sorted(s["task"] for s in seen) == list(range(100))
-    with pytest.raises(workers.WorkerFailed) as error:
-        workers.run([1, 999, 2], 2, work, seen.append)
-    assert (error.value.code, error.value.message, error.value.hint) == (Exit.DATA, "task 999", "leave it out")
-    assert psutil.Process().children() == before
-
-
-def test_cpus_are_those_of_the_cgroup(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert list(workers._quotas(str(tmp_path))) == [1.5]
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("400000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert list(workers._quotas(str(tmp_path))) == [4.0]
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert list(workers._quotas(str(tmp_path))) == []
-    assert 1 <= workers.cpus() <= (os.cpu_count() or 1)
-
-
-def test_memory_of_a_worker_does_not_grow_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held after each of many chunks, to the byte: neither lines nor ids nor hashes pile up."""
-    monkeypatch.setattr("tokenizer.index.LineReader", partial(LineReader, chunk_bytes=32 << 10))
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "a.jsonl").write_text("".join(chat_line(f"q {n}", answer(n) * 40) + "\n" for n in range(600)))
-    (obj,) = objects(str(source))
-    held: list[int] = []
-
-    def report(progress: dict[str, int]) -> None:
-        held.append(tracemalloc.get_traced_memory()[0])
-
-    model = tiny_model()
-    gc.freeze()  # as in a worker
-    tracemalloc.start()
-    try:
-        convert_object(obj, 0, model, Spec({}), None, tmp_path, Options(), report)
-    finally:
-        tracemalloc.stop()
-        gc.unfreeze()
-    chunks = held[2:-1]
-    assert len(chunks) > 25
-    assert max(chunks) < chunks[0] + 200_000, chunks  # bytes; the chunks after the first are 900 kB of lines
