@@ -1,5 +1,9 @@
 #!/bin/sh
-# Installs what the benchmarks compare with, next to what is there: none of them may change a version of ours.
+# Installs what the benchmarks and the parity tests compare with; none of it may change a version of ours.
 # Usage: sh benchmarks/peers.sh [PYTHON]
 set -eu
-exec "${1:-python}" -m pip install --no-deps dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 trl==1.16.0
+python="${1:-python}"
+# speculators imports these, and none of its other dependencies that we lack
+"$python" -m pip install -c "$(dirname "$0")/../constraints.txt" loguru==0.7.3 openai==3.57.0
+exec "$python" -m pip install --no-deps \
+    dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 trl==1.16.0
