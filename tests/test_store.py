@@ -228,6 +228,22 @@ def _race(root: str, number: int, start: object, out: object) -> None:
     out.put((number, created))  # type: ignore[attr-defined]
 
 
+def _overwrite(root: str, number: int) -> None:
+    store = open_store(root)
+    for _ in range(100):
+        assert store.put_bytes("k", f"{number}".encode() * 1000).created
+
+
+def test_writers_of_one_file_do_not_take_each_other_for_dead(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=_overwrite, args=(str(tmp_path), number)) for number in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0] and os.listdir(tmp_path) == ["k"]
+
+
 @both
 def test_if_none_match_has_one_winner_across_processes(root: str) -> None:
     fork = multiprocessing.get_context("fork")
@@ -281,6 +297,40 @@ def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "broken.jsonl").symlink_to(tmp_path / "gone")
     assert [o.key for o in expand(str(tmp_path / "in")).objects] == ["b.jsonl", "link/a.jsonl"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from tokenizer.store import open_store
+from tokenizer import files
+def stop(*_):
+    print("writing", flush=True)
+    sys.stdin.read()
+files.os.fsync = stop
+open_store({str(tmp_path)!r}).put_bytes("a", bytes(1000))
+"""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdout and writer.stdout.readline() == b"writing\n"
+    store = open_store(str(tmp_path))
+    store.put_bytes("a", b"one")
+    store.put_bytes("b", b"two")
+    assert len(os.listdir(tmp_path)) == 3  # the unfinished file is still in use
+    assert [stat.key for stat in store.list()] == ["a", "b"]
+    writer.kill()
+    writer.communicate()
+    store.put_bytes("b", b"two")
+    assert len(os.listdir(tmp_path)) == 3
+    store.put_bytes("a", b"three")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
+    open_store(str(tmp_path)).put_bytes("a", b"")
+    (tmp_path / "b").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
 def test_without_hard_links_conditions_still_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

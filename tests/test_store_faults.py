@@ -244,6 +244,23 @@ def test_a_failed_upload_leaves_nothing(s3: str, s3_faults: FaultProxy, tmp_path
     assert store.stat("k") is None and unfinished(s3) == []
 
 
+def test_an_upload_that_was_removed_is_no_fault_of_the_data(
+    s3: str, s3_faults: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a clean-up rule of the bucket does with uploads that take too long."""
+    (tmp_path / "f").write_bytes(os.urandom(9 * MIB))
+    complete = S3Store._complete
+
+    def removed(self: S3Store, key: str, upload: str, *rest: object) -> object:
+        self._abort(key, upload)
+        return complete(self, key, upload, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(S3Store, "_complete", removed)
+    with pytest.raises(StoreError) as error:
+        open_store(s3).upload_file(tmp_path / "f", "k", if_none_match=True)
+    assert error.value.code is Exit.RETRY and f"{s3}/k" in error.value.message
+
+
 def test_an_upload_that_loses_the_race_leaves_nothing(
     s3: str, s3_faults: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import IO
 
@@ -96,20 +97,38 @@ class FileStore(Store):
             if if_none_match and os.path.lexists(path):
                 return Put(False, "")
             os.makedirs(folder, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+            file, temporary = _begin(folder, os.path.basename(path))
             try:
-                with os.fdopen(handle, "wb") as file:
+                with file:  # its lock is held until it has its name
                     fill(file)
                     file.flush()
-                    os.fchmod(file.fileno(), 0o666 & ~_umask())
                     os.fsync(file.fileno())
                     etag = file_etag(os.fstat(file.fileno()))
-                if not _publish(temporary, path, folder, if_none_match, if_match):
-                    return Put(False, "")
+                    if not _publish(temporary, path, folder, if_none_match, if_match):
+                        return Put(False, "")
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
             return Put(True, etag)
+
+
+def _begin(folder: str, name: str) -> tuple[IO[bytes], str]:
+    """An unfinished file for `name`, locked as long as its writer lives; those of dead writers are removed."""
+    start = f"{TEMPORARY}{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}-"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(start):
+                with contextlib.suppress(OSError), open(entry.path, "rb") as left:
+                    fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
+    while True:
+        path = os.path.join(folder, start + secrets.token_hex(6))
+        file = open(path, "xb")  # noqa: SIM115 (handed to the caller)
+        with contextlib.suppress(OSError):  # a file system without locks leaves more behind after a kill
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file, path
+        file.close()  # taken for a dead writer's before it was locked
 
 
 def _publish(temporary: str, path: str, folder: str, if_none_match: bool, if_match: str | None) -> bool:
@@ -144,12 +163,6 @@ def _sync(folder: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _walk(folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple[int, int]]) -> None:

@@ -25,6 +25,7 @@ Parts = list[dict[str, Any]]  # number and etag of each, as CompleteMultipartUpl
 PART = 8 << 20  # bytes of a part of an upload; a file of at most this size is one PUT
 MOST_PARTS = 10_000  # of S3
 IN_FLIGHT = 4  # pieces or parts of one object, so a stream holds at most 5 x 8 MiB
+ABORT_PATIENCE = 10.0  # seconds: a process that was told to stop must not hang here
 SLICE = 256 << 10  # bytes of one read of a body: what a broken connection can cost
 
 # By process: neither sockets nor threads outlive a fork.
@@ -203,17 +204,24 @@ class S3Store(Store):
 
         try:
             return Put(True, self._call("POST", key, complete)["ETag"].strip('"'))
-        except (_Precondition, NotFound):
+        except (_Precondition, NotFound) as error:
             # After a lost answer the upload is gone because it was completed.
             if tries > 1 and (etag := self._ours(key, os.path.getsize(path), _pieces(path))):
                 return Put(True, etag)
+            if isinstance(error, NotFound) and if_match is None:
+                raise StoreError(
+                    "other", self.uri(key), "the upload was removed before its end", "try again"
+                ) from error
             return Put(False, "")
 
     def _abort(self, key: str, upload: str) -> None:
         """Free the parts; that this fails as well must not hide why."""
         with contextlib.suppress(StoreError, _Precondition):
             self._call(
-                "DELETE parts of", key, lambda client: client.abort_multipart_upload(**self._at(key), UploadId=upload)
+                "DELETE parts of",
+                key,
+                lambda client: client.abort_multipart_upload(**self._at(key), UploadId=upload),
+                patience=Patience(min(self._options.patience, ABORT_PATIENCE)),
             )
 
     def _ours(self, key: str, size: int, pieces: Iterator[bytes]) -> str | None:
@@ -309,7 +317,7 @@ class S3Store(Store):
                     raise _Precondition from error
                 if fault.kind == "missing":
                     raise NotFound(self.uri(key)) from error
-                allowed = self._options.patience if fault.kind == "unreachable" else self._options.auth_patience
+                allowed = patience.seconds if fault.kind == "unreachable" else self._options.auth_patience
                 wait = None if fault.kind == "other" or (stop and stop.is_set()) else patience.next_wait(allowed)
                 if wait is None:
                     took = time.monotonic() - began

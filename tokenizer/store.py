@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -343,9 +342,3 @@ def _service_models() -> Any:
 def file_etag(stat: os.stat_result) -> str:
     """Of a file: another modification time, size or inode is another etag."""
     return f"{stat.st_mtime_ns:x}-{stat.st_size:x}-{stat.st_ino:x}"
-
-
-def local_path(uri: str) -> Path | None:
-    """The path of a `file://` URI or plain path; None for s3."""
-    parsed = parse_uri(uri)
-    return Path(parsed.path) if parsed.scheme == "file" else None
