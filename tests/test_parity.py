@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 
 from trainer.config import FULL, SLIDING, DrafterConfig
 from trainer.drafter import noise_ids
 from trainer.loss import Objective, block_loss, uniform_tau
-
-transformers = pytest.importorskip("transformers")
-HOW = "a peer: benchmarks/peers.sh installs it"
 
 
 def peer_config(c: DrafterConfig) -> Any:
@@ -45,7 +43,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_forward_equals_zlab(layout: str, length: int) -> None:
-    zlab = pytest.importorskip("dflash.model", reason=HOW)
+    zlab = tiny.peer("dflash.model")
     c = tiny.config(**LAYOUTS[layout])
     ours = tiny.drafter(c, torch.float64)
     theirs = load(zlab.DFlashDraftModel(peer_config(c)).double(), ours)
@@ -63,7 +61,7 @@ def test_forward_equals_zlab(layout: str, length: int) -> None:
 
 
 def test_optional_keys_are_read_as_zlab_reads_them() -> None:
-    zlab = pytest.importorskip("dflash.model", reason=HOW)
+    zlab = tiny.peer("dflash.model")
     c = tiny.config(input_embedding_scale=5.0, output_multiplier=0.5, final_logit_softcapping=3.0)
     ours = tiny.drafter(c, torch.float64)
     theirs = load(zlab.DFlashDraftModel(peer_config(c)).double(), ours)
@@ -92,8 +90,8 @@ def test_optional_keys_are_read_as_zlab_reads_them() -> None:
     ],
 )
 def test_loss_and_every_gradient_equal_specforge(layout: str, objective: Objective, peer: dict[str, Any]) -> None:
-    family = pytest.importorskip("specforge.algorithms.common.dflash_family_model", reason=HOW)
-    draft = pytest.importorskip("specforge.modeling.draft.dflash", reason=HOW)
+    family = tiny.peer("specforge.algorithms.common.dflash_family_model")
+    draft = tiny.peer("specforge.modeling.draft.dflash")
     c = tiny.config(**LAYOUTS[layout])
     ours, b = tiny.drafter(c), tiny.batch(c)
     theirs = load(draft.DFlashDraftModel(peer_config(c)), ours)
@@ -134,7 +132,7 @@ def test_the_benchmark_measures_every_implementation() -> None:
 
 
 def test_uniform_tau_equals_specforge_accept_length() -> None:
-    family = pytest.importorskip("specforge.algorithms.common.dflash_family_model", reason=HOW)
+    family = tiny.peer("specforge.algorithms.common.dflash_family_model")
     c = tiny.config()
     ours, b = tiny.drafter(c), tiny.batch(c)
     with torch.no_grad():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +18,16 @@ from trainer.loss import sample_anchors
 torch.set_num_threads(1)
 
 VOCAB, MASK_ID = 97, 96
+
+
+def peer(module: str) -> Any:
+    """A module of another project; without it the test is skipped by name, or fails under DFLASH_REQUIRE=peers."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if "peers" in os.environ.get("DFLASH_REQUIRE", "").split(","):
+            raise
+        pytest.skip(f"{module}: {error}; benchmarks/peers.sh installs it")
 
 
 def config(**changes: Any) -> DrafterConfig:
