@@ -12,10 +12,9 @@ from dflashctl import show
 from dflashctl.backends.base import Backend, Known
 from dflashctl.errors import ApiError, Detached, TimedOut
 from dflashctl.plan import ranges
+from dflashctl.progress import Index
 from dflashctl.records import Out
 from dflashctl.runs import ENDED, LIVE, Status, combine, look
-
-PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between two looks: soon for a run of seconds, calm for one of hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,11 @@ def progress_line(status: Status, pace: Speed) -> str:
     return ", ".join(parts)
 
 
-def index_table(status: Status, wide: bool) -> list[str]:
-    """One line per index that has begun."""
+def index_table(status: Status, wide: bool, busy_first: bool) -> list[str]:
+    """One line per index that has begun; busy_first: what a small screen should show before it ends."""
     header = ["index", "state", "try", "rows", "tokens", "read", "reason"]
     rows = []
-    for index in status.indexes:
+    for index in sorted(status.indexes, key=_interest) if busy_first else status.indexes:
         message = index.message
         total = int(message.get("total_bytes") or 0)
         read = f"{int(message.get('bytes') or 0) / total:.0%}" if total else ""
@@ -67,12 +66,17 @@ def index_table(status: Status, wide: bool) -> list[str]:
     return show.table(header + (["pod", "node"] if wide else []), rows, right=(0, 2, 3, 4, 5)) if rows else []
 
 
+def _interest(index: Index) -> tuple[int, int]:
+    order = ("running", "stuck", "failed", "pending")
+    return (order.index(index.state) if index.state in order else len(order), index.index)
+
+
 def _counts(message: Mapping[str, Any]) -> list[str]:
     return [show.count(int(message[key])) if key in message else "" for key in ("rows", "tokens")]
 
 
-def status_block(status: Status, pace: Speed | None, wide: bool) -> list[str]:
-    """A run in full, as lines."""
+def status_block(status: Status, pace: Speed | None, wide: bool, busy_first: bool = False) -> list[str]:
+    """A run in full, as lines; see index_table."""
     failed = f", {len(status.failed)} failed" if status.failed else ""
     active = f", {status.active} active" if status.active else ""
     pairs = [
@@ -90,7 +94,7 @@ def status_block(status: Status, pace: Speed | None, wide: bool) -> list[str]:
     if pace is not None and status.state in LIVE:
         eta = "" if pace.eta is None else f", ETA {show.span(pace.eta)}"
         pairs.append(("speed", f"{show.rate(pace.rows, 'rows')}, {show.rate(pace.tokens, 'tokens')}{eta}"))
-    table = index_table(status, wide)
+    table = index_table(status, wide, busy_first)
     return [*show.pairs(pairs), *([""] if table else []), *table]
 
 
@@ -124,7 +128,7 @@ def watch(
                 return status
             if timeout is not None and time.monotonic() - begin >= timeout:
                 raise TimedOut(f"run `{known.run}` is {status.state} after {show.span(timeout)}", "it goes on")
-            time.sleep(PAUSES[min(looks // 10, len(PAUSES) - 1)])
+            time.sleep(backend.pauses[min(looks // 10, len(backend.pauses) - 1)])
             looks += 1
             snapshot = backend.snapshot(known.run)
             if snapshot is not None and snapshot.state in LIVE:
@@ -140,7 +144,7 @@ def watch(
 def _draw(screen: show.Screen, status: Status, pace: Speed, wide: bool, every_change: bool) -> None:
     line = f"{status.run} {status.state}: {status.reason}" if status.reason else progress_line(status, pace)
     key = (status.state, status.reason, status.failed)
-    screen.update(lambda: status_block(status, pace, wide), line, key if every_change else None)
+    screen.update(lambda: status_block(status, pace, wide, busy_first=True), line, key if every_change else None)
 
 
 def at_rest(status: Status) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +42,7 @@ def add(app: typer.Typer) -> None:
         wide = session.output == "wide"
         if watch:
             text = session.output in ("table", "wide")
+            seen = text and show.is_terminal(sys.stderr) and show.is_terminal(sys.stdout)
             now = follow.watch(
                 backend,
                 known,
@@ -50,6 +52,8 @@ def add(app: typer.Typer) -> None:
                 wide=wide,
                 quiet=not text,
             )
+            if seen:  # the last picture stands on the screen already
+                return 0
         else:
             now, facts = look(backend, known, out)
             if facts.unread:
