@@ -10,7 +10,14 @@ own; the processes take turns, round by round, so that a busy machine slows all 
 wall seconds between synchronisations on a GPU. Peers that are not installed are named and skipped.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent  # its tokenize.py would stand in for the standard library's
+sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != HERE)]
 
 import argparse
 import contextlib
@@ -20,12 +27,10 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -300,7 +305,6 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if args.worker:
         return worker(args.worker, SHAPES[args.config], args.device)
     import torch
