@@ -202,3 +202,18 @@ def test_memory_of_a_worker_does_not_grow_with_its_input(tmp_path: Path, monkeyp
     chunks = held[2:-1]
     assert len(chunks) > 25
     assert max(chunks) < chunks[0] + 200_000, chunks  # bytes; the chunks after the first are 900 kB of lines
+
+
+def test_samples_are_the_first_rows_wherever_they_are(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_text("{broken\n" + chat_line("one", answer(1)))
+    (source / "b.jsonl").write_text("{broken\n")
+    (source / "c.jsonl").write_text("\n".join([chat_line("two", answer(2)), chat_line("long", answer(3) * 60)]))
+    (source / "d.jsonl").write_text(chat_line("four", answer(4)))
+    plan, _, _ = prepare(str(tmp_path / "out"), str(source))
+    samples = convert(plan, 0, tmp_path / "work")["samples"]
+    assert [s["id"] for s in samples] == ["a.jsonl:2#0", "c.jsonl:1#0", "c.jsonl:2#0"]
+    assert samples[1]["segments"][1] == {"text": answer(2) + "<|im_end|>", "loss": True}
+    long = samples[2]["segments"][1]["text"]
+    assert long.startswith(answer(3)[:30]) and long.endswith("<|im_end|>") and " ... " in long and len(long) < 1000

@@ -25,7 +25,8 @@ from tokenizer.shard import Rows, cut, loss_per_row, record_batch, select
 from tokenizer.tally import SAMPLES, Frequent, Tally, text_hash
 
 BATCH_CHARS = 32 << 20  # rendered characters encoded at once: bounds memory where many turns share a long history
-SAMPLE_CHARS = 400
+SAMPLE_TOKENS = 160  # of a segment that are shown
+SAMPLE_SEGMENTS = 16
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class Converter:
         tally.tokens += len(kept.ids)
         tally.loss_tokens += int(kept_loss.sum())
         for row in range(min(SAMPLES - len(tally.samples), len(ids))):
-            tally.samples.append(sample(ids[row], kept, row, self.encoder.decode))
+            tally.samples.append(sample(ids[row], kept, row))
         batch = record_batch(kept, ids, source_ids, kept_loss) if ids else None
         spool = b"".join(h for h, bad in zip(hashes, malformed.tolist(), strict=True) if not bad)
         return Output(batch, b"".join(rejects), spool)
@@ -226,14 +227,22 @@ def spans(mask: Any) -> list[tuple[int, int, bool]]:
     return [(a, b, bool(mask[a])) for a, b in pairwise(edges)]
 
 
-def sample(row_id: str, rows: Rows, row: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """One row for human eyes: its text cut into learnt and other segments, each shortened in the middle."""
+def sample(row_id: str, rows: Rows, row: int) -> dict[str, Any]:
+    """One row for human eyes: cut into learnt and other segments, each shortened in the middle; ids, not yet text."""
     start, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
-    ids, mask = rows.ids[start:end], rows.mask[start:end]
+    ids, mask = rows.ids[start:end].tolist(), rows.mask[start:end]
     segments = []
-    for a, b, learnt in spans(mask)[:16]:
-        text = decode(ids[a:b].tolist())
-        if len(text) > SAMPLE_CHARS:
-            text = text[: SAMPLE_CHARS // 2] + " ... " + text[-SAMPLE_CHARS // 2 :]
-        segments.append({"text": text, "loss": learnt})
+    for a, b, learnt in spans(mask)[:SAMPLE_SEGMENTS]:
+        parts = (
+            [ids[a:b]] if b - a <= SAMPLE_TOKENS else [ids[a:][: SAMPLE_TOKENS // 2], ids[b - SAMPLE_TOKENS // 2 : b]]
+        )
+        segments.append({"ids": parts, "loss": learnt})
     return {"id": row_id, "tokens": end - start, "loss_tokens": int(mask.sum()), "segments": segments}
+
+
+def decoded(found: dict[str, Any], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """A sample with text in place of ids; one that has text already stays as it is."""
+    segments = [
+        {"text": " ... ".join(map(decode, s["ids"])), "loss": s["loss"]} if "ids" in s else s for s in found["segments"]
+    ]
+    return {**found, "segments": segments}

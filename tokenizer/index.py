@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizer import chat, requests, workers
-from tokenizer.convert import Converter
+from tokenizer.convert import Converter, decoded
 from tokenizer.encode import Encoder
 from tokenizer.gate import LISTED_TEXT, Commit
 from tokenizer.job import (
@@ -113,10 +113,13 @@ def convert_object(
             report({name: total[name] - told[name] for name in told})
             told = total
             gc.collect()
+    tally = converter.tally
+    if task == 0:  # decoding may load a tokenizer: for the samples that will be shown, not for those of every object
+        tally.samples = [decoded(s, model.encoder.decode) for s in tally.samples]
     record = {
         "sha256": lines.sha256,
         "digests": digests,
-        "tally": converter.tally.to_json(),
+        "tally": tally.to_json(),
         "texts": {key.hex(): text for key, text in converter.frequent.texts.items()},
     }
     _part(folder, task, "json").write_text(json.dumps(record), encoding="utf-8")
@@ -160,7 +163,7 @@ def convert_index(
         workers.run(range(len(joined)), 1, fill, on_progress, on_tick, on_warning)
     largest_first = sorted(range(len(objects)), key=lambda i: (-objects[i].size, i))
     workers.run(largest_first, count, work, on_progress, on_tick, on_warning)
-    return _assemble(index, plan, objects, joined, batch, folder)
+    return _assemble(index, plan, objects, joined, batch, folder, model)
 
 
 def requests_of(batch: Batch, skipped: frozenset[str]) -> Sequence[Obj]:
@@ -173,7 +176,7 @@ def _records(folder: Path, objects: Sequence[Obj]) -> Iterator[dict[str, Any]]:
 
 
 def _assemble(
-    index: int, plan: Plan, objects: Sequence[Obj], joined: Sequence[Obj], batch: Batch, folder: Path
+    index: int, plan: Plan, objects: Sequence[Obj], joined: Sequence[Obj], batch: Batch, folder: Path, model: Model
 ) -> tuple[Path, Path, Commit]:
     total = Tally()
     digests: list[bytes] = []
@@ -182,6 +185,7 @@ def _assemble(
         total.add(Tally.from_json(record["tally"]))
         digests += map(bytes.fromhex, record["digests"])
         read_objects.append({"key": obj.key, "sha256": record["sha256"]})
+    total.samples = [decoded(s, model.encoder.decode) for s in total.samples]
     rows = total.before.total()
     common = repeated([_part(folder, t, "hashes") for t in range(len(objects))], rows, LISTED_TEXT)
     texts: dict[str, str] = {}
