@@ -216,7 +216,7 @@ def walk(drafter: Drafter, target: Target, ids_BS: Tensor, loss_BS: Tensor) -> l
             start, end = spanned[0]
             labels = row[start + 1 : min(start + config.block_size, end)]
             right = next((i for i, token in enumerate(labels) if token != drafted[i]), len(labels))
-            counts.append(min(right + 1, len(labels)))
+            counts.append(min(right + 1, end - start - 1))  # the bonus, unless the span ends first
             spanned[0] = (start + counts[-1], end)
             if spanned[0][0] >= end - 1:  # a lone last token has nothing to predict
                 del spanned[0]
