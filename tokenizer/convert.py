@@ -24,7 +24,7 @@ from tokenizer.read import LONGEST_LINE, Chunk
 from tokenizer.shard import Rows, cut, loss_per_row, record_batch, select
 from tokenizer.tally import SAMPLES, Frequent, Tally, text_hash
 
-BATCH_CHARS = 32 << 20  # rendered characters encoded at once: bounds memory where many turns share a long history
+BATCH_CHARS = 12 << 20  # rendered characters encoded at once: bounds memory where many turns share a long history
 SAMPLE_TOKENS = 160  # of a segment that are shown
 SAMPLE_SEGMENTS = 16
 
