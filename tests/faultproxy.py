@@ -23,10 +23,10 @@ import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-# slowdown, error: an answer in place of the server's; reset: the request does not reach it; lost: it does, the
+# slowdown, error (and denied, on request alone): an answer in place of the server's; reset: the request does not reach it; lost: it does, the
 # answer does not come back; cut[:N]: the body breaks off, after N bytes or half way; length is kept.
 KINDS = ("slowdown", "error", "reset", "lost", "cut")
-ANSWERS = {"slowdown": (503, "SlowDown"), "error": (500, "InternalError")}
+ANSWERS = {"slowdown": (503, "SlowDown"), "error": (500, "InternalError"), "denied": (403, "AccessDenied")}
 
 
 class Request(NamedTuple):
