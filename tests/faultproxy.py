@@ -23,8 +23,8 @@ import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-# slowdown, error (and denied, on request alone): an answer in place of the server's; reset: the request does not reach it; lost: it does, the
-# answer does not come back; cut[:N]: the body breaks off, after N bytes or half way; length is kept.
+# slowdown, error (and denied, on request alone): an answer in place of the server's; reset: the request does not
+# reach it; lost: it does, the answer does not come back; cut[:N]: the body breaks off, after N bytes or half way.
 KINDS = ("slowdown", "error", "reset", "lost", "cut")
 ANSWERS = {"slowdown": (503, "SlowDown"), "error": (500, "InternalError"), "denied": (403, "AccessDenied")}
 
