@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,36 @@ def test_a_hub_id_is_read_from_the_local_cache_without_a_network(
     for name in ("org/other", "org/name@v2"):
         with pytest.raises(PreflightError, match="HF_HUB_OFFLINE"):
             model.resolve_model(name)
+
+
+class Hub(types.ModuleType):
+    """Stands for huggingface_hub: what it is asked, and what comes of it."""
+
+    def __init__(self, found: Path | Exception) -> None:
+        super().__init__("huggingface_hub")
+        self.found, self.asked = found, []
+
+    def snapshot_download(self, repo: str, revision: str, allow_patterns: list[str]) -> str:
+        self.asked.append((repo, revision, "tokenizer.json" in allow_patterns))
+        if isinstance(self.found, Exception):
+            raise self.found
+        return str(self.found)
+
+
+def test_a_hub_is_asked_only_through_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    hub = Hub(directory(tmp_path / "abc123", TEMPLATE))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert model.resolve_model("org/name@v1").name == "org/name@abc123"
+    assert hub.asked == [("org/name", "v1", True)]
+    hub.found = OSError("503 from the hub\nand a long story")
+    with pytest.raises(PreflightError, match=r"503 from the hub$"):
+        model.resolve_model("org/name")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(PreflightError) as caught:
+        model.resolve_model("org/name")
+    assert "install huggingface_hub" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["./no-such-directory", "/no/such", "~/no-such", "a b", "a/b/c"])

@@ -121,3 +121,18 @@ def test_ranges_are_short() -> None:
 def test_indexes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--index"):
         plan.parse_indexes(text)
+
+
+def test_the_spec_carries_every_mask_option_and_nothing_operational() -> None:
+    options: dict[str, Any] = {
+        "max_length": 9,
+        "loss_on": "response",
+        "preserve_thinking": True,
+        "min_loss_tokens": 3,
+        "template_kwargs": {"enable_thinking": False},
+        "generator": "m@1",
+    }
+    spec = declare(**options, parallelism=7, workers=2, max_reject=0.5).spec({"tokenizer.json": "00"})
+    assert {name: getattr(spec, name) for name in options} == options
+    assert spec.tokenizer == {"tokenizer.json": "00"} and spec.shards == 0
+    assert declare(**options).spec({"tokenizer.json": "00"}) == spec

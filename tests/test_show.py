@@ -130,3 +130,28 @@ def test_secrets_are_hidden_wherever_they_turn_up(monkeypatch: pytest.MonkeyPatc
     _, message, hint = errors.describe(errors.ApiError("MARKER/secret+1 at s3://bucket/out", "http://me:pass@host/x"))
     assert message == "[hidden] at s3://bucket/out" and hint == "http://[hidden]@host/x"
     assert "/var/run/token" not in errors.secrets_of({"AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token"})
+
+
+def test_a_result_is_printed_in_the_asked_format_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    import yaml
+
+    document = {"schema": "s", "text": "[3] é"}
+    for output in show.FORMATS:
+        show.emit(document, output, lambda: ["a table"], "a-name")
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        expected = {"table": "a table\n", "wide": "a table\n", "name": "a-name\n"}.get(output, printed.out)
+        assert printed.out == expected
+        if output in ("json", "yaml"):
+            assert {"json": json.loads, "yaml": yaml.safe_load}[output](printed.out) == document
+            assert "[3] é" in printed.out
+    show.emit(document, "name", list)
+    assert capsys.readouterr().out == ""
+
+
+def test_talk_has_its_label_and_the_hint_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show.warn("odd", "do this")
+    show.fail("broken")
+    assert capsys.readouterr().err == "warning: odd\nhint: do this\nerror: broken\n"
