@@ -6,6 +6,7 @@ A directory is owned by whoever holds the lock on the file beside it; the next s
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -35,7 +36,7 @@ def scratch(where: Path | None = None) -> Iterator[Path]:
         lock, handle = _claim(where)
     except OSError as error:
         raise JobError(
-            Exit.DISK_FULL if error.errno == 28 else Exit.CONFIG,
+            Exit.DISK_FULL if error.errno == errno.ENOSPC else Exit.CONFIG,
             f"cannot write to the scratch directory {where}: {error.strerror}",
             "set DFLASH_SCRATCH to a directory with room",
         ) from None

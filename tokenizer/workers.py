@@ -8,6 +8,7 @@ a task number or an empty line (no more) downwards. A child whose parent is gone
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ def describe(error: BaseException) -> tuple[Exit, str, str, str]:
         return error.code, error.message, error.hint, error.trace
     if isinstance(error, JobError):
         return error.code, error.message, error.hint, trace
-    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
         return Exit.DISK_FULL, f"no space left on the disk{where}", "give the scratch volume more room", trace
     if isinstance(error, MemoryError):
