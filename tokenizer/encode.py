@@ -247,7 +247,7 @@ class Encoder:
     def _foreign(self, piece: Piece) -> Reject | None:
         """Why the ids of an IDS piece cannot be this tokenizer's."""
         ids = piece.ids or []
-        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        bad = next((i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size), None)
         if bad is not None:
             return Reject("foreign_token_ids", f"id {bad} is outside the vocabulary of {self.vocab_size}")
         if piece.text:
