@@ -204,6 +204,19 @@ def test_memory_of_a_worker_does_not_grow_with_its_input(tmp_path: Path, monkeyp
     assert max(chunks) < chunks[0] + 200_000, chunks  # bytes; the chunks after the first are 900 kB of lines
 
 
+def test_an_index_without_rows_is_a_shard_of_none(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "in", 2, 3)
+    (source / "part-001.jsonl").write_text("{broken\n\n")
+    plan, _, _ = prepare(str(tmp_path / "out"), str(source), shards=2)
+    nothing = convert(plan, 0, tmp_path / "skipped", skipped=frozenset(o.key for o in plan.batches[0].objects))
+    broken = convert(plan, 1, tmp_path / "broken")
+    for commit, folder in ((nothing, "skipped"), (broken, "broken")):
+        assert (commit["rows"], commit["tokens"], commit["samples"]) == (0, 0, [])
+        assert commit["content_sha256"] == hashlib.sha256().hexdigest()
+        assert not list(format_reader.record_batches((tmp_path / folder / "shard.arrow").read_bytes()))
+    assert nothing["lines"]["seen"] == 0 and broken["lines"] == {"seen": 1, "kept": 0, "rejected": {"invalid_json": 1}}
+
+
 def test_samples_are_the_first_rows_wherever_they_are(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tokenizer.read import LineReader
 from tokenizer.store import Options, locate
 
 AMBIGUOUS = b""  # stands for an id that two different requests bear
+INSERT = "INSERT INTO requests VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET line = ? WHERE line != excluded.line"
 
 
 class Spool:
@@ -29,19 +31,19 @@ class Spool:
         """
         store, key = locate(obj.key, options)
         lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
-        with closing(sqlite3.connect(self.path)) as base:
-            base.execute("PRAGMA journal_mode = OFF")
-            base.execute("PRAGMA synchronous = OFF")
-            base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
-            for chunk in lines:
-                for _, raw in chunk.numbered():
-                    if (custom_id := _custom_id(raw)) is not None:
-                        base.execute(
-                            "INSERT INTO requests VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET line = ?"
-                            " WHERE line != excluded.line",
-                            (custom_id, raw, AMBIGUOUS),
-                        )
-            base.commit()
+        try:
+            with closing(sqlite3.connect(self.path)) as base:
+                base.execute("PRAGMA journal_mode = OFF")
+                base.execute("PRAGMA synchronous = OFF")
+                base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
+                for chunk in lines:
+                    found = ((_custom_id(raw), raw, AMBIGUOUS) for _, raw in chunk.numbered())
+                    base.executemany(INSERT, (row for row in found if row[0] is not None))
+                base.commit()
+        except sqlite3.OperationalError as error:
+            if "full" not in str(error):
+                raise
+            raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
         return lines.sha256
 
     def lookup(self) -> Callable[[str], dict[str, Any] | None]:
