@@ -27,9 +27,26 @@ from vocab import qwen36_dir  # noqa: E402
 
 from dflashctl.embedded import EmbeddedS3  # noqa: E402
 
-WORDS = (
-    ["anchor", "block", "drafter", "target", "tap", "mask", "shard", "commit", "plan", "batch", "run", "index", "length", "token", "row", "state", "layer", "head"]
-)
+WORDS = [
+    "anchor",
+    "block",
+    "drafter",
+    "target",
+    "tap",
+    "mask",
+    "shard",
+    "commit",
+    "plan",
+    "batch",
+    "run",
+    "index",
+    "length",
+    "token",
+    "row",
+    "state",
+    "layer",
+    "head",
+]
 
 
 def body(number: int, rows: int) -> bytes:
@@ -50,7 +67,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="dflash-objects-"))
     took: dict[str, float] = {}
     try:
-        with EmbeddedS3(folder / "s3", buckets=["b"]) as server:
+        with EmbeddedS3(folder / "s3", buckets=["dflash-bench"]) as server:
             env = {**os.environ, **server.env(), "PYTHONPATH": str(ROOT)}
             start = time.monotonic()
             upload(asked.objects, asked.rows, env)
@@ -60,9 +77,9 @@ def main() -> None:
                 "-m",
                 "dflashctl",
                 "tokenize",
-                "s3://b/raw/",
+                "s3://dflash-bench/raw/",
                 "--out",
-                "s3://b/out",
+                "s3://dflash-bench/out",
                 "--model",
                 str(qwen36_dir()),
             ]
@@ -80,7 +97,7 @@ def main() -> None:
             done = subprocess.run(argv, env=env, cwd=folder, stdout=subprocess.PIPE, check=True)
             took["dflashctl tokenize, wall"] = time.monotonic() - start
             after = os.times()
-            took["of it: CPU seconds of all our processes"] = (
+            took["of it: CPU seconds of the command itself (the pool has its own below)"] = (
                 after.children_user + after.children_system - times.children_user - times.children_system
             )
             result = json.loads(done.stdout)
@@ -109,7 +126,7 @@ def upload(objects: int, rows: int, env: dict[str, str]) -> None:
     s3 = client(env)
 
     def put(number: int) -> None:
-        s3.put_object(Bucket="b", Key=f"raw/{number:05d}.jsonl", Body=body(number, rows))
+        s3.put_object(Bucket="dflash-bench", Key=f"raw/{number:05d}.jsonl", Body=body(number, rows))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(put, range(objects)))
@@ -118,9 +135,9 @@ def upload(objects: int, rows: int, env: dict[str, str]) -> None:
 def stages(env: dict[str, str], shards: int, took: dict[str, float]) -> None:
     """Sums over the indexes of what each pod wrote into stats/."""
     s3 = client(env)
-    keys = [o["Key"] for o in s3.list_objects_v2(Bucket="b", Prefix="out/stats/")["Contents"]]
+    keys = [o["Key"] for o in s3.list_objects_v2(Bucket="dflash-bench", Prefix="out/stats/")["Contents"]]
     assert len(keys) == shards, keys
-    stats = [json.loads(s3.get_object(Bucket="b", Key=key)["Body"].read()) for key in keys]
+    stats = [json.loads(s3.get_object(Bucket="dflash-bench", Key=key)["Body"].read()) for key in keys]
     took["sum over indexes: seconds"] = sum(s["seconds"] for s in stats)
     took["sum over indexes: download, encode, write to scratch"] = sum(s["seconds_convert"] for s in stats)
     took["sum over indexes: upload, commit"] = sum(s["seconds"] - s["seconds_convert"] for s in stats)
