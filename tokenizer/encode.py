@@ -217,8 +217,6 @@ class Encoder:
                 )
             if size > CHECK_CHARS:
                 break
-        if self.fast is not None:
-            del self.reference  # 100 MB; loaded again should a reply need it
 
     def _first_learnt(self, piece: Piece, ids: Ids) -> int:
         """Index of the first token of a piece that starts at or after its `loss_from`."""
