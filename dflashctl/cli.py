@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dflashctl import show
-from dflashctl.commands import common, data, models, submit, watch
+from dflashctl.commands import common, data, logs, models, steer, submit, train, watch
 from dflashctl.errors import describe
 
 EPILOG = (
@@ -32,7 +32,10 @@ def build() -> typer.Typer:
     )
     app.callback()(common.root)
     submit.add(app)
+    train.add(app)
     watch.add(app)
+    logs.add(app)
+    steer.add(app)
     data.add(app)
     models.add(app)
     return app

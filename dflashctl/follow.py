@@ -147,9 +147,19 @@ def _draw(screen: show.Screen, status: Status, pace: Speed, wide: bool, every_ch
     screen.update(lambda: status_block(status, pace, wide, busy_first=True), line, key if every_change else None)
 
 
-def at_rest(status: Status) -> bool:
-    """Whether nothing more will happen by itself."""
-    return status.state in ENDED or status.state in ("suspended", "stuck")
+class Patience:
+    """When watching is over: the run has ended, is in one of `more`, or was stuck for longer than `limit` seconds."""
+
+    def __init__(self, limit: float, more: tuple[str, ...] = ()) -> None:
+        self._limit, self._ends, self._since = limit, (*ENDED, *more), 0.0
+
+    def over(self, now: Status) -> bool:
+        """Whether this status ends the watching."""
+        if now.state != "stuck":
+            self._since = 0.0
+            return now.state in self._ends
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since >= self._limit
 
 
 def result(known: Known, out: Out, state: str, seconds: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ command that crashed, was repeated or is run from another machine finds its way 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ from tokenizer.store import StoreError, locate
 
 Say = Callable[[str], None]
 THREADS = 16
+DOWNLOADS = 32  # objects that all pods of a run read at once, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,36 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What may differ between two Jobs of one dataset."""
+    """What may differ between two Jobs of one dataset.
+
+    place: `Backend.flags` of this Job. model and spec_sha256 (digest of the declaration) only travel along.
+    """
 
     parallelism: int
     workers: int
     gate: GateFlags
+    model: str
+    spec_sha256: str
+    place: Mapping[str, Any]
     repinned: tuple[Obj, ...] = ()
     skipped: tuple[str, ...] = ()
+
+    def flags(self, backend: Backend) -> dict[str, Any]:
+        """What the run record keeps, for people and for `resume`."""
+        kept = {"parallelism": self.parallelism, "workers": self.workers, "model": self.model}
+        return {"backend": backend.name, **kept, "spec_sha256": self.spec_sha256, **self.place}
+
+
+def operation_of(declaration: plans.Declaration, backend: Backend) -> Operation:
+    """The first Job of a declaration."""
+    return Operation(
+        declaration.parallelism,
+        declaration.workers,
+        declaration.gate,
+        declaration.model,
+        declaration.sha256(),
+        backend.flags({}),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +122,43 @@ def cut_plan(declaration: plans.Declaration, model: Model, found: listing.Found)
 
 def submission(run: str, job: str, out: str, indexes: Sequence[int], operation: Operation) -> Submission:
     """One Job over those plan indexes."""
-    arguments = TokenizeArgs(out=out, run=job, workers=operation.workers)
     parallelism, _ = plans.clamp_parallelism(operation.parallelism, len(indexes))
-    return Submission(run, job, out, tuple(arguments.to_argv()), tuple(indexes), parallelism)
+    downloads = max(2, DOWNLOADS // parallelism)
+    arguments = TokenizeArgs(out=out, run=job, workers=operation.workers, downloads=downloads)
+    return Submission(
+        run,
+        job,
+        out,
+        tuple(arguments.to_argv()),
+        tuple(indexes),
+        parallelism,
+        model=operation.model,
+        spec_sha256=operation.spec_sha256,
+        flags=operation.place,
+    )
 
 
 def declared(declaration: plans.Declaration, name: str | None, backend: Backend) -> dict[str, Any]:
     """What would be submitted as far as it is known without asking any store."""
     run, out = declaration.run_name(name), Out(declaration.out).uri
-    shards = declaration.shards or 1
-    arguments = TokenizeArgs(out=out, run=run, workers=declaration.workers)
-    parallelism, _ = plans.clamp_parallelism(declaration.parallelism, shards)
-    job = Submission(run, run, out, tuple(arguments.to_argv()), tuple(range(shards)), parallelism)
+    job = submission(run, run, out, range(declaration.shards or 1), operation_of(declaration, backend))
     return {"schema": "dflash.dry-run/1", "backend": backend.name, "run": run, "job": backend.render(job)}
 
 
-def planned(prepared: Prepared, declaration: plans.Declaration, backend: Backend) -> dict[str, Any]:
-    """What would be submitted, with the input listed."""
+def first_job(prepared: Prepared, declaration: plans.Declaration, backend: Backend) -> Submission:
+    """The Job that a new OUT would begin with."""
+    indexes = range(len(prepared.plan.batches))
+    return submission(prepared.run, prepared.run, prepared.out.uri, indexes, operation_of(declaration, backend))
+
+
+def planned(
+    prepared: Prepared, declaration: plans.Declaration, backend: Backend, ask_server: bool = False
+) -> dict[str, Any]:
+    """What would be submitted, with the input listed; `ask_server`: the backend has to agree to it."""
     plan, found = prepared.plan, prepared.found
-    operation = Operation(declaration.parallelism, declaration.workers, declaration.gate)
-    job = submission(prepared.run, prepared.run, prepared.out.uri, range(len(plan.batches)), operation)
+    job = first_job(prepared, declaration, backend)
+    if ask_server:
+        backend.check(job)
     return {
         "schema": "dflash.dry-run/1",
         "backend": backend.name,
@@ -136,6 +177,7 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
     for other in known:
         if other.run == run and other.out != out.uri:
             raise TakenError(f"run `{run}` is the name of a run with the OUT `{other.out}`", "choose another --name")
+    backend.check(first_job(prepared, declaration, backend))
     there = out.plan() or out.lock(prepared.plan)
     records = out.runs()
     same_identity(prepared, declaration.shards, there, records)
@@ -147,8 +189,7 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
         snapshot = backend.snapshot(other.run) if other.out == out.uri else None
         if snapshot is not None and snapshot.state in LIVE:
             return Started(other, out, "running")
-    operation = Operation(declaration.parallelism, declaration.workers, declaration.gate)
-    return _start(run, out, there, records, operation, backend, say)
+    return _start(run, out, there, records, operation_of(declaration, backend), backend, say)
 
 
 def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: Sequence[RunRecord]) -> None:
@@ -196,7 +237,9 @@ def resume(
     repinned = changed_objects(pinned, missing, skipped | set(dropped))
     for obj in repinned:
         say(f"`{obj.key}` has changed, it is taken as it is now")
-    unchanged = not (dropped or repinned or parallelism or workers) and wanted == newest_gate(records)
+    place = backend.flags(flags)
+    moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
+    unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)
     if snapshot is not None and snapshot.state == "suspended" and unchanged:
         backend.unsuspend(known.run)
         return Started(known, out, "started")
@@ -204,6 +247,9 @@ def resume(
         parallelism or int(flags.get("parallelism") or 1),
         int(flags.get("workers") or 0) if workers is None else workers,
         wanted,
+        str(flags.get("model") or plan.model),
+        str(flags.get("spec_sha256") or plan.spec.sha256()),
+        place,
         repinned,
         dropped,
     )
@@ -220,6 +266,7 @@ def _start(
     known = Known(run, "tokenize", out.uri, job, 0.0)
     if not missing and records and operation.gate == newest_gate(records):
         return Started(known, out, "settled")
+    backend.check(submission(run, job, out.uri, missing or range(len(plan.batches)), operation))
     _, remark = plans.clamp_parallelism(operation.parallelism, len(missing) or len(plan.batches))
     if remark:
         say(remark)
@@ -232,7 +279,7 @@ def _start(
             gate=operation.gate,
             repinned=operation.repinned,
             skipped=operation.skipped,
-            flags={"backend": backend.name, "parallelism": operation.parallelism, "workers": operation.workers},
+            flags=operation.flags(backend),
         )
     )
     if not missing:

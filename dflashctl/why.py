@@ -16,6 +16,7 @@ from typing import Any
 
 from dflashctl.progress import (
     QUEUE_LABEL,
+    Index,
     Object,
     condition,
     own_events,
@@ -252,6 +253,21 @@ def _exit(pod: Object, end: Object) -> tuple[str, str, str, int]:
         return "Killed", "killed (exit 137): by the node, a deletion or a person", "nothing, unless it repeats", 30
     text = f"exit {code}" + (f": {meaning}" if meaning else "") + (f": {words}" if words else "")
     return f"Exit{code}", text, remedy, 25 if code in (Exit.RETRY, Exit.SIGTERM) else 70
+
+
+def of_indexes(indexes: Iterable[Index]) -> list[Cause]:
+    """The causes that indexes tell by their exit codes alone, as processes of this machine do."""
+    found: dict[tuple[int | None, str], list[int]] = {}
+    for index in indexes:
+        if index.state not in ("succeeded", "running") and (index.exit_code or index.reason):
+            found.setdefault((index.exit_code, index.reason), []).append(index.index)
+    causes = []
+    for (code, reason), numbers in found.items():
+        meaning, remedy = EXIT_CODES.get(code or 0, ("", "read `dflashctl logs --failed`"))
+        text = ": ".join(filter(None, (f"exit {code}" if code else "", meaning, reason)))
+        weight = 25 if code in (Exit.RETRY, Exit.SIGTERM) else 70
+        causes.append(Cause(f"Exit{code}" if code else "Killed", text, remedy, weight, tuple(sorted(numbers))))
+    return sorted(causes, key=lambda c: (-c.weight, c.indexes))
 
 
 def _epoch(stamp: str) -> float:

@@ -6,14 +6,14 @@ the plan's index. A backend knows processes (or pods), never datasets: what OUT 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from dflashctl.errors import UsageError
 from dflashctl.progress import Snapshot
+from dflashctl.why import Cause
 
-BACKENDS = ("local",)
+BACKENDS = ("local", "kube")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Submission:
     """One Job to start: the plan's indexes `indexes` of OUT, of which `parallelism` run at once.
 
     argv is the container's (`TokenizeArgs.to_argv`); job is the name of the Job, run the name that people use.
+    spec_sha256: digest of the declaration; flags: what of `Backend.flags` this Job is started with.
     """
 
     run: str
@@ -30,6 +31,9 @@ class Submission:
     indexes: tuple[int, ...]
     parallelism: int
     kind: str = "tokenize"
+    model: str = ""
+    spec_sha256: str = ""
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """What `--dry-run` shows and what a backend keeps."""
@@ -62,6 +66,20 @@ class Backend(Protocol):
     def name(self) -> str:
         """As `--backend` spells it."""
 
+    @property
+    def words(self) -> str:
+        """What is said of it first."""
+
+    @property
+    def pauses(self) -> Sequence[float]:
+        """Seconds between two looks: soon for a run of seconds, calm for one of hours."""
+
+    def flags(self, last: Mapping[str, Any]) -> dict[str, Any]:
+        """The operational settings of the next Job, given those of the run's last one; kept in the run record."""
+
+    def check(self, submission: Submission) -> None:
+        """Refuse what could not be submitted, before anything is written anywhere; raises CliError."""
+
     def submit(self, submission: Submission) -> None:
         """Start the Job and return at once; the Job outlives the caller."""
 
@@ -86,11 +104,14 @@ class Backend(Protocol):
     def unsuspend(self, run: str) -> None:
         """Let a suspended Job go on where it stopped; returns at once."""
 
+    def scale(self, run: str, parallelism: int) -> None:
+        """Change how many indexes of the running Job run at once."""
 
-def open_backend(name: str) -> Backend:
-    """The backend of that name; raises UsageError."""
-    if name == "local":
-        from dflashctl.backends.local import LocalBackend
+    def remove(self, run: str) -> None:
+        """Forget the run, its Jobs and their pods or processes; OUT is never touched."""
 
-        return LocalBackend.here()
-    raise UsageError(f"backend {name!r} is not known", f"known are {', '.join(BACKENDS)}")
+    def why(self, run: str) -> list[Cause]:
+        """Why the newest Job stands still or failed, most weighty first."""
+
+    def bundle(self, run: str) -> dict[str, Any]:
+        """Everything `why` looks at, for a report of a defect."""

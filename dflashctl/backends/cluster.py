@@ -1,25 +1,29 @@
 """Runs on Kubernetes: one Job a run (`<run>`, then `<run>-r2`, ...), found again by its labels alone.
 
 What the Job's name cannot tell stands in its annotations: OUT, and which plan index each of its own indexes does. So
-`status` and `logs` need no state on this machine, and two people see the same run.
+`status` and `logs` need no state on this machine, and two people see the same run. The one thing that is kept here is
+that a run existed (`.dflash/kube/<run>.json`), so that it is `deleted` and not unknown once its Job is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dflashctl.backends.base import Known, LogLine, Submission
 from dflashctl.backends.kube import Api, Refused
-from dflashctl.backends.podlogs import LogReader
-from dflashctl.errors import ApiError, TakenError
+from dflashctl.backends.podlogs import LogReader, each
+from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
+from dflashctl.place import Place, Placing
 from dflashctl.progress import QUEUE_LABEL, Object, Snapshot, fold, own_pods, parse_ranges, pod_index
-from dflashctl.render import Node, Run, base, render
+from dflashctl.render import Run, base, render
 from dflashctl.why import Cause, why
 
 RUN_LABEL = "dflashctl/run"
@@ -28,22 +32,6 @@ OUT, INDEXES, SPEC = "dflashctl/out", "dflashctl/indexes", "dflashctl/spec-sha25
 DELETE_WAIT_S = 120.0
 PROGRESS_EVERY_S = 10.0  # how often a running pod is asked for its last line
 ASKED_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class Place:
-    """What submitting needs beside the Job itself: image, node profile and the flags of design's submit line."""
-
-    image: str = ""
-    node: Node = field(default_factory=Node)
-    model: str = ""
-    spec_sha256: str = ""
-    queue: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    s3_secret: str = ""
-    service_account: str = ""
-    deadline_s: int | None = None
-    sets: Sequence[str] = ()
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -69,15 +57,14 @@ def manifest(submission: Submission, place: Place, namespace: str) -> dict[str, 
             image=place.image,
             argv=submission.argv,
             node=place.node,
-            model=place.model,
-            spec_sha256=place.spec_sha256,
+            model=submission.model,
+            spec_sha256=submission.spec_sha256,
             completions=len(submission.indexes),
             parallelism=submission.parallelism,
             queue=place.queue,
             env=place.env,
             s3_secret=place.s3_secret,
             service_account=place.service_account,
-            deadline_s=place.deadline_s,
             sets=place.sets,
         ),
     )
@@ -92,28 +79,49 @@ def attempt(job: Object) -> int:
 
 
 class KubeBackend:
-    """Implements `base.Backend` on one context and namespace."""
+    """Implements `base.Backend` on one namespace; the API is connected to when it is first needed."""
 
     name = "kube"
+    pauses = (0.5, 1.0, 2.0)
 
-    def __init__(self, api: Api, namespace: str, place: Place | None = None) -> None:
-        self.api = api
+    def __init__(
+        self, connect: Callable[[], Api], context: str, namespace: str, placing: Placing, home: Path | None = None
+    ) -> None:
+        self._connect = connect
+        self.words = f"context {context or '(none)'}, namespace {namespace}"
         self.namespace = namespace
-        self.place = place or Place()
+        self.placing = placing
+        self.home = home
         self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._events = f"/api/v1/namespaces/{namespace}/events"
         self._workloads = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/workloads"
         self._asked: dict[str, tuple[float, Mapping[str, Any]]] = {}
 
+    @functools.cached_property
+    def api(self) -> Api:
+        return self._connect()
+
     # ---- Backend
 
+    def flags(self, last: Mapping[str, Any]) -> dict[str, Any]:
+        return self.placing.flags(last)
+
     def render(self, submission: Submission) -> dict[str, Any]:
-        return manifest(submission, self.place, self.namespace)
+        return manifest(submission, self.placing.place(submission.kind, submission.flags), self.namespace)
 
     def check(self, submission: Submission) -> None:
-        """`--dry-run=server`: the API server's own verdict; nothing is kept."""
-        self.api.create(self._jobs, self.render(submission), dry_run=True)
+        """The API server's own verdict (`--dry-run=server`); nothing is kept there."""
+        job = self.render(submission)
+        try:
+            self.api.create(self._jobs, job, dry_run=True)
+        except Refused as error:
+            if error.status in (400, 422):
+                raise UsageError(f"the API server refuses the Job: {error.message}", "look at --set") from None
+            if error.status in (401, 403, 404):
+                raise PreflightError(f"Jobs cannot be submitted: {error.message}", error.hint) from None
+            if error.status != 409:
+                raise
 
     def submit(self, submission: Submission) -> None:
         job = self.render(submission)
@@ -129,6 +137,7 @@ class KubeBackend:
             if there is not None and not _same(there, job):
                 raise TakenError(f"Job `{submission.job}` of another spec is in namespace `{self.namespace}`",
                                  "choose another --name, or `dflashctl rm` it") from None  # fmt: skip
+        self._remember(Known(submission.run, submission.kind, submission.out, submission.job, time.time()))
 
     def runs(self) -> list[Known]:
         newest: dict[str, Object] = {}
@@ -137,6 +146,7 @@ class KubeBackend:
             if run and (run not in newest or attempt(job) > attempt(newest[run])):
                 newest[run] = job
         known = [_known(run, job) for run, job in newest.items()]
+        known += [k for k in self._remembered() if k.run not in newest]
         return sorted(known, key=lambda k: (-k.created, k.run))
 
     def snapshot(self, run: str) -> Snapshot | None:
@@ -158,7 +168,7 @@ class KubeBackend:
     def logs(self, run: str, indexes: Sequence[int] | None, previous: bool, follow: bool) -> Iterator[LogLine]:
         job, _ = self._objects(run)
         if job is None:
-            raise ApiError(f"run `{run}` has no Job in namespace `{self.namespace}`", "see `dflashctl ls`")
+            return iter(())
         plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) or [0]
 
         def pods() -> tuple[list[tuple[int, Object]], bool]:
@@ -183,8 +193,6 @@ class KubeBackend:
     def unsuspend(self, run: str) -> None:
         self._set_active(run, active=True)
 
-    # ---- what only a cluster can do
-
     def scale(self, run: str, parallelism: int) -> None:
         job = self._newest(run)
         self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"parallelism": parallelism}})
@@ -193,17 +201,37 @@ class KubeBackend:
         """Delete the run's Jobs with their pods; bucket data is never touched."""
         for job in self._of(run):
             self._delete(job)
+        if self.home:
+            (self.home / f"{run}.json").unlink(missing_ok=True)
 
-    def why(self, run: str, now: float) -> list[Cause]:
+    def why(self, run: str) -> list[Cause]:
         job, pods = self._objects(run)
         nodes = self._nodes(pods) if any(p["metadata"].get("deletionTimestamp") for p in pods) else []
         events = self.api.items(self._events) if job else []
-        return why(job, pods, events, self._workload(job) if job else None, nodes, now)
+        causes = why(job, pods, events, self._workload(job) if job else None, nodes, time.time())
+        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) if job else []
+        return [replace(c, indexes=tuple(plan[i] for i in c.indexes)) if plan else c for c in causes]
 
     def bundle(self, run: str) -> dict[str, Any]:
-        """Everything `why` looks at, for a bug report."""
         job, pods = self._objects(run)
         return {"job": job, "pods": pods, "events": self.api.items(self._events) if job else []}
+
+    # ---- what is remembered here
+
+    def _remember(self, known: Known) -> None:
+        if self.home:
+            self.home.mkdir(parents=True, exist_ok=True)
+            record = asdict(known) | {"namespace": self.namespace}
+            (self.home / f"{known.run}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    def _remembered(self) -> list[Known]:
+        found = []
+        for path in sorted(self.home.glob("*.json")) if self.home else ():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # half a file is no run
+                record = json.loads(path.read_bytes())
+                if record.pop("namespace") == self.namespace:
+                    found.append(Known(**record))
+        return found
 
     # ---- objects
 
@@ -268,10 +296,8 @@ class KubeBackend:
         """Pod name -> the last JSON line it printed, asked at most every PROGRESS_EVERY_S a pod."""
         names, now = [p["metadata"]["name"] for p in pods], time.monotonic()
         due = [n for n in names if now - self._asked.get(n, (-1e9, {}))[0] >= PROGRESS_EVERY_S]
-        if due:
-            with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-                for name, said in zip(due, pool.map(self._last_line, due), strict=True):
-                    self._asked[name] = (now, said or self._asked.get(name, (0.0, {}))[1])
+        for name, said in zip(due, each(self._last_line, due, ASKED_AT_ONCE), strict=True):
+            self._asked[name] = (now, said or self._asked.get(name, (0.0, {}))[1])
         return {n: self._asked[n][1] for n in names}
 
     def _last_line(self, pod: str) -> Mapping[str, Any]:

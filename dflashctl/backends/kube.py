@@ -31,6 +31,25 @@ class Refused(ApiError):
         self.reason = reason
 
 
+def kubeconfig() -> tuple[str, dict[str, str]]:
+    """(current context or "", context -> its namespace), read without the client: it is heavy, and nothing is sent."""
+    import yaml
+
+    current, found = "", dict[str, str]()
+    for name in (os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")).split(os.pathsep):
+        try:
+            with open(name, encoding="utf-8") as file:
+                value = yaml.safe_load(file) or {}
+            current = current or str(value.get("current-context") or "")
+            for entry in value.get("contexts") or []:
+                found.setdefault(entry["name"], (entry.get("context") or {}).get("namespace") or "default")
+        except FileNotFoundError:
+            continue
+        except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError):
+            raise PreflightError(f"kubeconfig `{name}` cannot be read", "set KUBECONFIG to one that can") from None
+    return current, found
+
+
 class Api:
     """One context of a kubeconfig, or the pod's own service account."""
 

@@ -15,18 +15,20 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflashctl.backends.base import Known, LogLine, Submission
-from dflashctl.errors import ApiError, TakenError
+from dflashctl.errors import ApiError, TakenError, UsageError
 from dflashctl.progress import Index, Snapshot
+from dflashctl.why import Cause, of_indexes
 
 HOME = ".dflash"
 LOG_NAME = re.compile(r"([0-9]+)-([0-9]+)\.txt")
@@ -41,6 +43,8 @@ class LocalBackend:
 
     home: Path
     name: str = "local"
+    words: str = "backend local"
+    pauses: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)
 
     @classmethod
     def here(cls) -> LocalBackend:
@@ -52,6 +56,14 @@ class LocalBackend:
     def render(self, submission: Submission) -> dict[str, Any]:
         """The processes' command line beside the submission."""
         return {**submission.document(), "command": self._command(submission)}
+
+    def flags(self, last: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing: every process of this machine has the same place."""
+        return {}
+
+    def check(self, submission: Submission) -> None:
+        if submission.kind != "tokenize":
+            raise UsageError("this machine runs `tokenize` alone", "`--backend kube` for a cluster")
 
     def submit(self, submission: Submission) -> None:
         folder = self._folder(submission.run)
@@ -131,6 +143,25 @@ class LocalBackend:
             raise ApiError(f"run `{run}` is not known on this machine")
         job = record["jobs"][-1]
         self._start(Submission(**{**job, "argv": tuple(job["argv"]), "indexes": tuple(job["indexes"])}))
+
+    def scale(self, run: str, parallelism: int) -> None:
+        raise UsageError(
+            "a Job on this machine keeps its parallelism",
+            f"`dflashctl stop {run}`, then `dflashctl resume {run} --parallelism {parallelism}`",
+        )
+
+    def remove(self, run: str) -> None:
+        if (self._folder(run) / "run.json").exists():
+            self.stop(run)
+        shutil.rmtree(self._folder(run), ignore_errors=True)
+
+    def why(self, run: str) -> list[Cause]:
+        snapshot = self.snapshot(run)
+        return of_indexes(snapshot.indexes) if snapshot else []
+
+    def bundle(self, run: str) -> dict[str, Any]:
+        folder = self._folder(run)
+        return {str(path.relative_to(folder)): _read(path) for path in sorted(folder.rglob("*.json"))}
 
     # ---- processes and files
 

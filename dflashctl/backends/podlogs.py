@@ -7,11 +7,12 @@ decoded whole, so a character is never torn.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from dflashctl.backends.base import LogLine
 from dflashctl.backends.kube import Api, Refused
@@ -20,6 +21,32 @@ from dflashctl.progress import Object
 
 LOOK_S = 1.0  # how often new pods are looked for
 RETRY_S = 0.5
+T = TypeVar("T")
+
+
+def each(ask: Callable[[str], T], names: Sequence[str], at_once: int) -> list[T]:
+    """ask(name) of every name, some at once. Threads that nobody waits for: Ctrl-C must not wait for an answer."""
+    todo: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, T | Exception]] = queue.SimpleQueue()
+    for item in enumerate(names):
+        todo.put(item)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, name = todo.get_nowait()
+                try:
+                    done.put((number, ask(name)))
+                except Exception as error:
+                    done.put((number, error))
+
+    for _ in range(min(at_once, len(names))):
+        threading.Thread(target=work, daemon=True).start()
+    found = dict(done.get() for _ in names)
+    for value in found.values():
+        if isinstance(value, Exception):
+            raise value
+    return [found[i] for i in range(len(names))]  # type: ignore[misc]
 
 
 class LogReader:

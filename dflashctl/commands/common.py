@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,16 +14,21 @@ from dflashctl import show
 from dflashctl.errors import UsageError
 
 if TYPE_CHECKING:  # help must not wait for what only a verb needs
-    from dflashctl.backends.base import Backend
+    from dflashctl.backends.base import Backend, Known
     from dflashctl.config import Settings
+    from dflashctl.records import Out
 
 GLOBALS: dict[str, Any] = {
-    "backend": Annotated[str | None, typer.Option("--backend", metavar="NAME", help="Where runs go: local.")],
+    "backend": Annotated[str | None, typer.Option("--backend", metavar="NAME", help="Where runs go: local or kube.")],
+    "context": Annotated[str | None, typer.Option("--context", metavar="NAME", help="Kubeconfig context.")],
+    "namespace": Annotated[str | None, typer.Option("--namespace", "-n", metavar="NS", help="Default: the context's.")],
     "config_file": Annotated[str | None, typer.Option("--config", metavar="FILE", help="Default: ./dflash.toml.")],
     "output": Annotated[
         str | None, typer.Option("--output", "-o", metavar="FORMAT", help="table, wide, json, yaml or name.")
     ],
 }
+
+LONG_NAMESPACE = Annotated[str | None, typer.Option("--namespace", metavar="NS", help="Default: the context's.")]
 
 LATEST = "@latest"
 RunRef = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, @latest, or the URI of its OUT.")]
@@ -36,21 +41,34 @@ class Session:
     settings: Settings
     output: str
 
-    def backend(self) -> Backend:
-        """The chosen backend; its name is the first thing that is said."""
-        from dflashctl.backends.base import open_backend
+    def backend(self, kind: str = "tokenize", flags: Mapping[str, Any] | None = None) -> Backend:
+        """The chosen backend, said first. flags: those of a verb that submits a Job of that kind.
 
-        chosen = self.settings.section("")["backend"]
-        backend = open_backend(str(chosen.value or "local"))
-        show.say(f"backend {backend.name}")
+        Nothing is asked of a cluster yet; a context that is not in the kubeconfig is a UsageError.
+        """
+        from dflashctl.backends.choice import choose
+
+        backend = choose(self.settings, kind, flags or {})
+        show.say(backend.words)
         return backend
 
 
 def root(
-    ctx: typer.Context, backend: str | None = None, config_file: str | None = None, output: str | None = None
+    ctx: typer.Context,
+    backend: str | None = None,
+    context: str | None = None,
+    namespace: str | None = None,
+    config_file: str | None = None,
+    output: str | None = None,
 ) -> None:
     """Keep the global options that stand before the verb."""
-    ctx.obj = {"backend": backend, "config_file": config_file, "output": output}
+    ctx.obj = {
+        "backend": backend,
+        "context": context,
+        "namespace": namespace,
+        "config_file": config_file,
+        "output": output,
+    }
     if ctx.invoked_subcommand is None:
         show.out(ctx.get_help())
 
@@ -67,9 +85,13 @@ def verb(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., int]], Ca
     def register(function: Callable[..., int]) -> Callable[..., int]:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        # in Annotated, typer keeps the first spelling of an option as its default
+        infos = [info for p in own for info in getattr(p.annotation, "__metadata__", ())]
+        taken = {spelling for info in infos for spelling in (info.default, *(info.param_decls or ()))}
+        known = GLOBALS | ({"namespace": LONG_NAMESPACE} if "-n" in taken else {})
         extra = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in GLOBALS.items()
+            for name, annotation in known.items()
         ]
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = [context, *own, *extra]
@@ -100,6 +122,16 @@ def open_session(flags: dict[str, Any]) -> Session:
             f"output format {chosen.value!r} ({chosen.origin}) is not known", f"known are {', '.join(show.FORMATS)}"
         )
     return Session(settings, str(chosen.value))
+
+
+def opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
+    """The backend, the run that is meant, and its OUT."""
+    from dflashctl.records import QUICK, Out
+    from dflashctl.runs import find
+
+    backend = session.backend()
+    known = find(reference, backend, session.settings)
+    return backend, known, Out(known.out, QUICK)
 
 
 def seconds(text: str, name: str) -> float:

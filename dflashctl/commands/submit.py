@@ -11,6 +11,18 @@ import typer
 
 from dflashctl import show
 from dflashctl.commands.common import LATEST, RunRef, Session, verb
+from dflashctl.commands.places import (
+    Account,
+    DryRun,
+    Env,
+    Image,
+    Node,
+    Queue,
+    S3Secret,
+    Set,
+    check_side,
+    place_flags,
+)
 from dflashctl.errors import Detached, UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +30,8 @@ if TYPE_CHECKING:
     from dflashctl.plan import Declaration
     from dflashctl.submit import Started
     from tokenizer.job import GateFlags
+
+STUCK_S = 5.0  # how long a run may be stuck before the command that started it gives up watching
 
 Parallelism = Annotated[
     int | None, typer.Option("--parallelism", metavar="N", help="Indexes that run at once.", show_default=False)
@@ -83,10 +97,14 @@ def add(app: typer.Typer) -> None:
         show_rows: Annotated[
             int | None, typer.Option("--preview", metavar="N", help="Print N rows, what is learnt marked; run nothing.")
         ] = None,
-        dry_run: Annotated[
-            str | None,
-            typer.Option("--dry-run", metavar="[client|server]", help="Print what would be submitted; send nothing."),
-        ] = None,
+        image: Image = None,
+        node: Node = None,
+        queue: Queue = None,
+        env: Env = None,
+        s3_secret: S3Secret = None,
+        service_account: Account = None,
+        set_: Set = None,
+        dry_run: DryRun = None,
         detach: Detach = False,
     ) -> int:
         """Tokenize completions into a dataset.
@@ -115,16 +133,16 @@ def add(app: typer.Typer) -> None:
             "generator": generator,
             "max_reject": max_reject,
             "batch_input": batch_input,
+            **place_flags(image, node, queue, env, s3_secret, service_account, set_),
         }
-        if dry_run not in (None, "client", "server"):
-            raise UsageError(f"`--dry-run` is {dry_run!r}", "known are client, server")
+        check_side(dry_run)
         values = session.settings.section("tokenize", flags)
         if show_rows is not None and not values["out"].value:
             values["out"] = replace(values["out"], value="./preview")
         declaration = plan.declare(values, allow_degenerate, os.path.isdir)
         if show_rows is not None:
             return preview.show_rows(declaration, show_rows, session.output)
-        backend = session.backend()
+        backend = session.backend("tokenize", flags)
         if dry_run is not None:
             return _dry_run(session, declaration, name, backend, dry_run)
         done = submit.tokenize(declaration, name, backend, show.say)
@@ -142,6 +160,13 @@ def add(app: typer.Typer) -> None:
         allow_degenerate: AllowDegenerate = False,
         parallelism: Parallelism = None,
         workers: Workers = None,
+        image: Image = None,
+        node: Node = None,
+        queue: Queue = None,
+        env: Env = None,
+        s3_secret: S3Secret = None,
+        service_account: Account = None,
+        set_: Set = None,
         detach: Detach = False,
     ) -> int:
         """Do what is missing in a dataset.
@@ -165,7 +190,8 @@ def add(app: typer.Typer) -> None:
                 max_reject=flags.max_reject if max_reject is None else max_reject,
             )
 
-        backend = session.backend()
+        place = place_flags(image, node, queue, env, s3_secret, service_account, set_)
+        backend = session.backend("tokenize", place)
         known = find(run, backend, session.settings)
         done = submit.resume(known, backend, show.say, skip_file or [], gate, parallelism, workers)
         return _finish(session, done, backend, detach, started)
@@ -174,14 +200,27 @@ def add(app: typer.Typer) -> None:
 def _dry_run(session: Session, declaration: Declaration, name: str | None, backend: Backend, side: str) -> int:
     """Print the submission; `client` with --shards asks neither the input nor the model."""
     from dflashctl import submit
+    from dflashctl.backends.choice import warn_of_tag
 
     if side == "client" and declaration.shards is not None:
         document = submit.declared(declaration, name, backend)
     else:
-        document = submit.planned(submit.prepare(declaration, name, show.say), declaration, backend)
+        prepared = submit.prepare(declaration, name, show.say)
+        document = submit.planned(prepared, declaration, backend, ask_server=side == "server")
+    warn_of_tag(document["job"])
+    if backend.name == "kube" and session.output in ("table", "wide", "yaml"):
+        show.out(manifest(document["job"]))
+        return 0
     output = "yaml" if session.output in ("table", "wide") else session.output
     show.emit(document, output, list, str(document["run"]))
     return 0
+
+
+def manifest(job: dict[str, Any]) -> str:
+    """A Job as the YAML that `kubectl apply -f -` takes."""
+    from dflashctl.render import to_yaml
+
+    return to_yaml([job]).rstrip("\n")
 
 
 def _finish(session: Session, done: Started, backend: Backend, detach: bool, started: float) -> int:
@@ -212,7 +251,7 @@ def _follow(done: Started, backend: Backend, detach: bool) -> str:
         return "running"
     from dflashctl import follow
 
-    status = follow.watch(backend, known, done.out, follow.at_rest)
+    status = follow.watch(backend, known, done.out, follow.Patience(STUCK_S, ("suspended",)).over)
     if status.reason:
         show.fail(f"run {known.run} {status.state}: {status.reason}", _hint(status.state, known.run))
     return status.state
@@ -223,4 +262,6 @@ def _hint(state: str, run: str) -> str:
         return "look at it with `dflashctl inspect`; `dflashctl resume --allow-degenerate` finalises what is kept"
     if state == "suspended":
         return f"go on with `dflashctl resume {run}`"
+    if state == "stuck":
+        return f"see `dflashctl why {run}`; once it is mended the run goes on, or `dflashctl resume {run}`"
     return f"see `dflashctl logs {run} --failed`, then `dflashctl resume {run}`"

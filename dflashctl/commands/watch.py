@@ -1,22 +1,18 @@
-"""The verbs that look at runs and steer them: `status`, `logs`, `wait`, `stop`, `ls`."""
+"""The verbs that look at runs: `status`, `wait`, `ls`."""
 
 from __future__ import annotations
 
-import re
 import sys
-import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflashctl import show
-from dflashctl.commands.common import LATEST, RunRef, Session, seconds, verb
-from dflashctl.errors import ApiError, Detached, RunFailed, UsageError
+from dflashctl.commands.common import LATEST, RunRef, Session, opened, seconds, verb
+from dflashctl.errors import RunFailed
 
 if TYPE_CHECKING:
-    from dflashctl.backends.base import Backend, Known, LogLine
-    from dflashctl.records import Out
+    from dflashctl.backends.base import Backend, Known
     from dflashctl.runs import Status
 
 STUCK_AFTER = "10m"
@@ -38,7 +34,7 @@ def add(app: typer.Typer) -> None:
         from dflashctl import follow
         from dflashctl.runs import ENDED, look
 
-        backend, known, out = _opened(session, run)
+        backend, known, out = opened(session, run)
         wide = session.output == "wide"
         if watch:
             text = session.output in ("table", "wide")
@@ -62,46 +58,6 @@ def add(app: typer.Typer) -> None:
         return 0
 
     @verb(app)
-    def logs(
-        session: Session,
-        run: RunRef = LATEST,
-        index: Annotated[str | None, typer.Option("--index", metavar="N", help="One index, or 0-2,5.")] = None,
-        failed: Annotated[bool, typer.Option("--failed", help="Only indexes that failed.")] = False,
-        follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
-        previous: Annotated[bool, typer.Option("--previous", help="The try before the newest one.")] = False,
-        grep: Annotated[str | None, typer.Option("--grep", metavar="REGEX", help="Only lines that match.")] = None,
-    ) -> int:
-        """Print what a run's indexes said.
-
-        Each line bears its index unless one alone was asked for.
-        """
-        from dflashctl import plan
-        from dflashctl.runs import look
-
-        try:
-            pattern = re.compile(grep or "")
-        except re.error as error:
-            raise UsageError(f"`--grep` {grep!r} is not a regular expression: {error}") from None
-        backend, known, out = _opened(session, run)
-        indexes = None if index is None else plan.parse_indexes(index)
-        if failed:
-            broken = set(look(backend, known, out)[0].failed)
-            indexes = sorted(broken if indexes is None else broken & set(indexes))
-        some = False
-        try:
-            for line in _log_lines(backend, known, out, indexes, previous, follow_):
-                some = True
-                if pattern.search(line.text):
-                    prefix = "" if indexes is not None and len(indexes) == 1 else f"[{line.index}] "
-                    show.out(prefix + show.printable(line.text))
-        except KeyboardInterrupt:
-            raise Detached(f"detached, run `{known.run}` goes on") from None
-        if not some:
-            what = "no index of it has failed" if failed and not indexes else "there is no log to show"
-            show.say(f"run {known.run}: {what}")
-        return 0
-
-    @verb(app)
     def wait(
         session: Session,
         run: RunRef = LATEST,
@@ -119,28 +75,12 @@ def add(app: typer.Typer) -> None:
         from dflashctl import follow
 
         limit = None if timeout is None else seconds(timeout, "--timeout")
-        patience = _Patience(seconds(stuck_after, "--stuck-after"))
-        backend, known, out = _opened(session, run)
+        patience = follow.Patience(seconds(stuck_after, "--stuck-after"))
+        backend, known, out = opened(session, run)
         now = follow.watch(backend, known, out, patience.over, timeout=limit)
         show.emit(now.document(), session.output, lambda: follow.status_block(now, None, False), known.run)
         if now.state != "succeeded":
             raise RunFailed(f"run `{known.run}` {now.state}" + (f": {now.reason}" if now.reason else ""))
-        return 0
-
-    @verb(app)
-    def stop(session: Session, run: RunRef = LATEST) -> int:
-        """Suspend a run; resume goes on."""
-        from dflashctl.runs import ENDED, look
-
-        backend, known, out = _opened(session, run)
-        now, _ = look(backend, known, out)
-        if now.state in ENDED or now.state == "suspended":
-            show.say(f"run {known.run} is {now.state} already")
-        else:
-            backend.stop(known.run)
-            now, _ = look(backend, known, out)
-            show.say(f"run {known.run} {now.state}")
-        show.emit(now.document(), session.output, list, known.run)
         return 0
 
     @verb(app)
@@ -161,33 +101,6 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-class _Patience:
-    """When `wait` is over: the run has ended, or it was stuck for longer than `limit` seconds."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit, self._since = limit, 0.0
-
-    def over(self, now: Status) -> bool:
-        """Whether this status ends the waiting."""
-        from dflashctl.runs import ENDED
-
-        if now.state != "stuck":
-            self._since = 0.0
-            return now.state in ENDED
-        self._since = self._since or time.monotonic()
-        return time.monotonic() - self._since >= self._limit
-
-
-def _opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
-    """The backend, the run that is meant, and its OUT."""
-    from dflashctl.records import QUICK, Out
-    from dflashctl.runs import find
-
-    backend = session.backend()
-    known = find(reference, backend, session.settings)
-    return backend, known, Out(known.out, QUICK)
-
-
 def _listed(backend: Backend, known: Known, unread: dict[str, str]) -> Status:
     """One run's status; a store that did not answer (by its root) is not asked again for the next run."""
     from dflashctl.records import QUICK, Out
@@ -205,21 +118,3 @@ def _listed(backend: Backend, known: Known, unread: dict[str, str]) -> Status:
 
 def _row(now: Status) -> dict[str, Any]:
     return {key: value for key, value in now.document().items() if key != "schema"} | {"out": now.out}
-
-
-def _log_lines(
-    backend: Backend, known: Known, out: Out, indexes: list[int] | None, previous: bool, following: bool
-) -> Iterator[LogLine]:
-    """From the backend; where it has nothing left, the tails of failed tries that were kept in OUT."""
-    from tokenizer.store import StoreError
-
-    some = False
-    for line in backend.logs(known.run, indexes, previous, following):
-        some = True
-        yield line
-    if some or following:
-        return
-    try:
-        yield from out.kept_logs(known.job, indexes, previous)
-    except StoreError as error:
-        raise ApiError(f"the kept logs cannot be read: {error.message}", error.hint) from None
