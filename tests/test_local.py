@@ -117,6 +117,8 @@ def test_out_is_enough_when_the_local_state_is_lost(
     shutil.rmtree(tmp_path / ".dflash")
     lost = ctl(tmp_path, "status", "./out", "-o", "json")
     assert lost.code == 0 and lost.json()["state"] == "deleted"
+    kept = ctl(tmp_path, "logs", "./out", "--grep", "SIGTERM")  # the tails that the workers stored in OUT
+    assert kept.code == 0 and "stopped by SIGTERM" in kept.out
     if how == "tokenize":
         done = tokenize(tmp_path, str(corpus), "out", "--shards", "4", "-o", "json")
     else:
