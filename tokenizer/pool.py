@@ -216,9 +216,10 @@ def main(argv: list[str]) -> int:
     except Terminated:
         return int(Exit.SIGTERM)
     except (JobError, ValueError, OSError) as error:
-        code, text, hint, _ = workers.describe(error)
+        known = JobError(Exit.USAGE, str(error)) if isinstance(error, ValueError) else error
+        code, text, hint, _ = workers.describe(known)
         log.say("failed", level="error", message=text, hint=hint, exit=int(code))
-        return int(Exit.USAGE if isinstance(error, ValueError) else code)
+        return int(code)
 
 
 def _ended(pool: Pool, log: Log, body: Callable[[], None]) -> int:

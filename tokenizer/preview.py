@@ -90,7 +90,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         return int(Exit.OK)
     except (JobError, ValueError, OSError) as error:
-        code, text, hint, _ = workers.describe(error)
+        known = JobError(Exit.USAGE, str(error)) if isinstance(error, ValueError) else error
+        code, text, hint, _ = workers.describe(known)
         print(f"error: {text}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
         return int(code)
     return int(Exit.OK)
