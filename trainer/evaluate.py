@@ -29,7 +29,7 @@ from trainer.config import DrafterConfig, Specials
 from trainer.drafter import Drafter
 from trainer.export import load_drafter, read_drafter_config
 from trainer.job import EVAL_SCHEMA, EvalArgs
-from trainer.target import Target, read_config, text_config
+from trainer.target import Target, read_config, resolve, text_config
 
 QUIET = 10.0  # seconds between lines of progress
 
@@ -106,8 +106,6 @@ def tokenizer_files(name: str) -> Iterator[Path]:
         return
     from transformers import AutoTokenizer
 
-    from trainer.target import resolve
-
     source, where = resolve(name)
     with tempfile.TemporaryDirectory() as made:
         try:
@@ -145,6 +143,17 @@ def prompt_pieces(row: object, renderer: chat.Renderer) -> list[chat.Piece]:
     return [chat.Piece(text, None, chat.PROMPT, False)]
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a JSONL file that are not blank; plain, gzip or zstd."""
+    try:
+        with path.open("rb") as file:
+            for chunk in LineReader(iter(lambda: file.read(1 << 20), b""), str(path)):
+                for _, raw in chunk.numbered():
+                    yield raw
+    except OSError as error:
+        raise JobError(Exit.CONFIG, f"prompts `{path}`: {error.strerror}", "name a JSONL file") from error
+
+
 def read_prompts(path: Path, tokenizer_dir: Path, limit: int) -> list[list[int]]:
     """Token ids of the first `limit` prompts (0: all) of a JSONL file; rows that hold none are counted on stderr.
 
@@ -153,22 +162,17 @@ def read_prompts(path: Path, tokenizer_dir: Path, limit: int) -> list[list[int]]
     renderer, encoder = chat.Renderer.load(tokenizer_dir), Encoder.load(tokenizer_dir, 0)
     prompts: list[list[int]] = []
     skipped: Counter[str] = Counter()
-    try:
-        with path.open("rb") as file:
-            for chunk in LineReader(iter(lambda: file.read(1 << 20), b""), str(path)):
-                for _, raw in chunk.numbered():
-                    if limit and len(prompts) == limit:
-                        break
-                    try:
-                        pieces = prompt_pieces(dialects.loads(raw), renderer)
-                        encoded = encoder.encode([chat.TextRow(0, pieces, [], None)])
-                        if encoded.rejects:
-                            raise encoded.rejects[0]
-                        prompts.append(encoded.ids.tolist())
-                    except Reject as reject:
-                        skipped[reject.reason] += 1
-    except OSError as error:
-        raise JobError(Exit.CONFIG, f"prompts `{path}`: {error.strerror}", "name a JSONL file") from error
+    for raw in _lines(path):
+        if limit and len(prompts) == limit:
+            break
+        try:
+            pieces = prompt_pieces(dialects.loads(raw), renderer)
+            encoded = encoder.encode([chat.TextRow(0, pieces, [], None)])
+            if encoded.rejects:
+                raise encoded.rejects[0]
+            prompts.append(encoded.ids.tolist())
+        except Reject as reject:
+            skipped[reject.reason] += 1
     if skipped:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(skipped.items()))
         print(f"skipped {skipped.total()} rows of `{path}`: {reasons}", file=sys.stderr)
