@@ -68,8 +68,8 @@ class Encoder:
         self.control_tokens: tuple[str, ...]
         if self.fast is None:
             self.vocab_size, self.control_tokens = self.reference.rows, self.reference.control_tokens
-        # cheap gates in front of the regular expression: no control token without its first two characters
-        self._gates = sorted({token[:2] for token in self.control_tokens})
+        # cheap gates in front of the regular expression: no control token without its first characters
+        self._gates = [sorted({token[:length] for token in self.control_tokens}) for length in (1, 2)]
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -116,7 +116,7 @@ class Encoder:
             target = None
             if piece.ids is None:
                 target = plain
-                if piece.kind == REPLY and any(gate in piece.text for gate in self._gates):
+                if piece.kind == REPLY and all(any(gate in piece.text for gate in gates) for gates in self._gates):
                     found = self.count_control(piece.text)
                     literals += found
                     target = split if found else plain

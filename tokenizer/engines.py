@@ -103,6 +103,7 @@ class Fast:
         from fastokens import Tokenizer
 
         self.tokenizer: Any = Tokenizer.from_json_str(tokenizer_json)
+        self.tokenizer.encode_batch_flat(["a"])  # builds tables, a quarter of a second, that forks can share
         self.real_ids = real_ids
 
     def encode(self, texts: list[str], split_special: bool) -> tuple[Ids, Offsets]:
