@@ -2,8 +2,8 @@
 
     python examples/overfit_smollm2.py --target DIR_OR_GGUF [--steps 240] [--out DIR]
 
-Tokenizes `examples/completions` (greedy replies of the same model), reads the target's tap states once, trains a
-drafter of two layers on a handful of rows, exports it, and serves the export on the rows it was trained on and on
+Tokenizes the demo's code questions (with greedy replies of the same model), reads the target's tap states once, trains
+a drafter of two layers on a handful of rows, exports it, and serves the export on the rows it was trained on and on
 prompts it has never seen, with an untrained drafter beside it. Overfitting on purpose: it proves that labels, masks,
 positions, taps and export agree, since one of them wrong leaves the acceptance length near 1.
 """
@@ -36,8 +36,9 @@ from trainer.export import load_drafter, write_zlab  # noqa: E402
 from trainer.loss import Objective, block_loss, default_gamma, sample_anchors  # noqa: E402
 from trainer.target import Target, read_config  # noqa: E402
 
-BLOCK, ANCHORS, BATCH, RATE, WARM, REPLY = 8, 8, 4, 2e-3, 15, 48  # REPLY: tokens of a reply that are used
-T_95 = {7: 2.365, 11: 2.201, 15: 2.131, 23: 2.069}  # Student's t by degrees of freedom, two-sided
+TRAIN, REPLY = 16, 48  # rows to train on, tokens of a reply that are used
+BLOCK, ANCHORS, BATCH, RATE, WARM = 8, 8, 4, 2e-3, 15
+T_95 = {7: 2.365, 15: 2.131}  # Student's t by degrees of freedom, two-sided
 
 
 class Row(NamedTuple):
@@ -54,23 +55,17 @@ class Data:
     held_out: list[Row]
 
 
-def read_rows(tokenizer_dir: Path, reply_tokens: int, train: int, held_out: int) -> Data:
-    """The first rows of each file for training, the last ones held out, evenly from all files."""
+def read_rows(tokenizer_dir: Path) -> Data:
+    """The demo's code questions: TRAIN rows to train on, the others held out; replies cut at REPLY tokens."""
     renderer, encoder = chat.Renderer.load(tokenizer_dir), Encoder.load(tokenizer_dir, 0)
-    files = sorted((ROOT / "examples/completions").glob("*.jsonl"))
-    first: list[Row] = []
-    last: list[Row] = []
-    for file in files:
-        rows = []
-        for line in file.read_bytes().splitlines():
-            found, _ = chat.rows(dialects.parse(dialects.loads(line)), renderer, chat.ChatOptions())
-            encoded = encoder.encode(found)
-            prompt = encoded.mask.tolist().index(1)
-            end = min(len(encoded.ids), prompt + reply_tokens)
-            rows.append(Row(encoded.ids[:end].tolist(), encoded.mask[:end].tolist(), prompt))
-        first += rows[: train // len(files)]
-        last += rows[-(held_out // len(files)) :]
-    return Data(first, last)
+    rows = []
+    for line in (ROOT / "examples/completions/code.jsonl").read_bytes().splitlines():
+        found, _ = chat.rows(dialects.parse(dialects.loads(line)), renderer, chat.ChatOptions())
+        encoded = encoder.encode(found)
+        prompt = encoded.mask.tolist().index(1)
+        end = min(len(encoded.ids), prompt + REPLY)
+        rows.append(Row(encoded.ids[:end].tolist(), encoded.mask[:end].tolist(), prompt))
+    return Data(rows[:TRAIN], rows[TRAIN:])
 
 
 def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +128,7 @@ def learn(name: str, out: Path, steps: int) -> dict[str, object]:
     """Train, export to `out` and serve; the figures as a JSON object."""
     cpu = time.process_time()
     with tokenizer_files(name) as folder:
-        data = read_rows(folder, REPLY, train=16, held_out=12)
+        data = read_rows(folder)
         specials = Specials.read(folder)
         used = {token for row in data.train for token in row.ids}
         overrides = {"block_size": BLOCK, "num_hidden_layers": 2}

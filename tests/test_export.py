@@ -201,6 +201,7 @@ def test_wrong_target_for_speculators_is_refused(trained, tmp_path):
 
 def test_round_trip_for_init_from(trained, exported):
     again = load_drafter(exported)
+    assert all(parameter.requires_grad for parameter in again.parameters())
     assert again.config == trained.config
     states, noise, _ = block_inputs()
     assert torch.equal(ours(again, states, noise), ours(rounded(trained), states, noise))

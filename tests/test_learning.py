@@ -37,7 +37,7 @@ def served(example, learnt):
     """The target, the drafter as loaded from its export, and the rows."""
     drafter = load_drafter(learnt[0]).eval()
     target = Target.load(str(smollm2_dir()), drafter.config.target_layer_ids, dtype=torch.float32, truncate=False)
-    return target, drafter, example["read_rows"](smollm2_dir(), example["REPLY"], train=16, held_out=12)
+    return target, drafter, example["read_rows"](smollm2_dir())
 
 
 def test_the_bar(learnt):

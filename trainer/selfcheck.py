@@ -23,7 +23,7 @@ from torch import Tensor
 from tokenizer.job import Exit, JobError
 from trainer.config import DrafterConfig
 from trainer.drafter import Drafter, rotary
-from trainer.export import CONFIG, load_drafter
+from trainer.export import CONFIG, load_drafter, with_tensors
 
 CONTEXT, VOCABULARY = 24, 128  # size of the made-up problem
 TOLERANCE = 1e-4  # of logits, relative to their largest: both processes compute in float32
@@ -56,8 +56,7 @@ def _logits(drafter: Drafter, problem: Mapping[str, Tensor]) -> Tensor:
 
 def record(tensors: Mapping[str, Tensor], config: DrafterConfig, reference: Path) -> None:
     """Write what the drafter of these bfloat16 tensors means and computes, for `compare`."""
-    drafter = Drafter(config)
-    drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    drafter = with_tensors(config, {name: tensor.float() for name, tensor in tensors.items()})
     problem = _problem(config)
     cos, sin = rotary(problem["positions"], config, torch.float32)
     known = problem | {"logits": _logits(drafter.eval(), problem), "cos": cos[0], "sin": sin[0]}
