@@ -34,7 +34,7 @@ PRUNE_FROM = 1 << 20  # characters of one call from which a pruned vocabulary is
 PATIENCE = 3.0  # CPU seconds that a small input may cost before the whole fast vocabulary is loaded after all
 REFERENCE_SPEED = 2e6  # characters a CPU second
 PRUNED_LOAD = 0.7  # CPU seconds
-CHECK_ROWS, CHECK_CHARS = 16, 64 << 10  # what is encoded twice after a load
+CHECK_ROWS, CHECK_CHARS = 16, 32 << 10  # what is encoded twice after a load
 
 
 class Encoded(NamedTuple):
