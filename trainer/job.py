@@ -30,7 +30,7 @@ EVAL_KEYS = (
 FORMATS = ("z-lab", "speculators")
 SCHEDULES = ("cosine", "wsd")
 COLOCATED = "colocated"
-OPERATIONAL = ("out", "split", "checkpoint_every", "allow_degenerate")  # of TrainArgs: may change from try to try
+OPERATIONAL = ("dataset", "out", "target", "split", "checkpoint_every", "allow_degenerate")  # may change in a resume
 KINDS = {"int": int, "float": float, "str": str}
 
 
