@@ -4,7 +4,7 @@
 
 The words are cut from the Python files and documents of this environment; mathematics and Chinese are made from a seed.
 Rows are `{"id", "conversations": [{"role", "content", "reasoning_content"?}]}`, 500 a file: a fifth of the chats have
-several turns, about seven eighths of the characters are the model's. 4,500 chats are about 10 M Qwen3.6 tokens.
+several, shorter turns; six sevenths of the characters are the model's. 4,500 chats are about 10 M Qwen3.6 tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROWS_PER_FILE = 500
-MEAN_REPLY = 5600  # characters of one reply, thinking included
+MEAN_REPLY = 6000  # characters of one reply, thinking included
 
 
 def slices(paths: list[Path], rnd: random.Random) -> Iterator[str]:
@@ -99,10 +99,13 @@ def chats(count: int, seed: int = 7) -> Iterator[dict[str, object]]:
         turns = []
         kind = rnd.random()
         thinking = prose if kind < 0.75 else han if kind < 0.85 else maths
-        for _ in range(rnd.choice((2, 3)) if rnd.random() < 0.19 else 1):
-            size = min(60_000, int(rnd.lognormvariate(0, 0.9) / 1.5 * MEAN_REPLY) + 40)
+        parts = rnd.choice((2, 3)) if rnd.random() < 0.19 else 1
+        for _ in range(parts):
+            size = min(60_000, int(rnd.lognormvariate(0, 0.9) / 1.5 * MEAN_REPLY) + 40) // parts
             answer = han if thinking is han else code if rnd.random() < 0.7 else prose
-            turns.append({"role": "user", "content": (han if thinking is han else prose).take(rnd.randint(150, 1500))})
+            turns.append(
+                {"role": "user", "content": (han if thinking is han else prose).take(rnd.randint(150, 1500) // parts)}
+            )
             reply = {"role": "assistant", "content": answer.take(size * 2 // 5 + 1)}
             if rnd.random() < 0.8:
                 reply["reasoning_content"] = thinking.take(size * 3 // 5 + 1)

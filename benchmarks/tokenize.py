@@ -175,7 +175,9 @@ def without_load(corpus: Path, tokenizer: Path, rounds: int) -> None:
     mine = middle["ours"]
     net = mine.cpu - mine.load
     for peer in ("specforge", "tokenizers"):
-        verdict(f"{peer} / ours, same chats", (middle[peer].cpu - middle[peer].load) / net, BARS[peer])
+        theirs = middle[peer].cpu - middle[peer].load
+        verdict(f"{peer} / ours, same chats", theirs / net, BARS[peer])
+        print(f"  the same by the token: {theirs / middle[peer].tokens / (net / mine.tokens):.2f}")
     two = middle["two workers"]
     verdict("CPU a token of two workers / one, load included", two.cpu / mine.cpu, 1.1, at_most=True)
     print(f"  the same without load: {(two.cpu - two.load) / net:.2f} (each worker fills its own cache of words)")
