@@ -77,5 +77,5 @@ def test_more_ranks_than_micro_batches_and_rows_without_weight_stay_in_step(tmp_
     for seen, _, parameters in results:
         assert seen == results[0][0]
         assert all(torch.equal(parameters[name], value) for name, value in results[0][2].items())
-        assert sorted(sum((rows for _, _, rows in seen[:2]), [])) == list(range(9))
+        assert sorted(row for _, _, rows in seen[:2] for row in rows) == list(range(9))
         assert all(loss > 0 and norm > 0 for loss, norm, _ in seen)

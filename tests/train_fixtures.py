@@ -174,7 +174,7 @@ def learner(rank: Rank, drafter: Drafter, teacher: Made, start: int = 0, rules: 
 def rank_of(
     world: World, number: int, store: Any, board: Board, dataset: Dataset, index: Index, plan: Schedule
 ) -> Rank:
-    return Rank(world, Groups(world, torch.device("cpu"), store, number), board, dataset, index, plan, lambda step: 0)
+    return Rank(world, Groups(world, torch.device("cpu"), store, number), board, dataset, index, plan)
 
 
 __all__ = [

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from tokenizer.job import Exit, JobError
-from trainer.job import EvalArgs, ExportArgs
+from trainer.job import EvalArgs, ExportArgs, TrainArgs
 
 
-def _run(verb: str, argv: list[str]) -> None:
-    """Imports a verb's module only once its flags are right."""
+def _run(verb: str, argv: list[str]) -> int:
+    """Exit code of a verb, whose module is imported only once its flags are right."""
     if verb == "eval":
         args = EvalArgs.from_argv(argv)
         from trainer.evaluate import run as evaluate
@@ -21,18 +21,24 @@ def _run(verb: str, argv: list[str]) -> None:
         from trainer.export import run as export
 
         export(export_args)
+    elif verb == "train":
+        train_args = TrainArgs.from_argv(argv)
+        from trainer.supervisor import Supervisor
+
+        return Supervisor(train_args).run()
     elif verb == "selfcheck" and len(argv) == 2:
         from trainer.selfcheck import compare
 
         compare(Path(argv[0]), Path(argv[1]))
     else:
-        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "eval, export or selfcheck")
+        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, eval, export or selfcheck")
+    return int(Exit.OK)
 
 
 def main(argv: list[str]) -> int:
     """Exit code of a verb; a refusal is one line and its hint on stderr."""
     try:
-        _run(argv[0] if argv else "", argv[1:])
+        return _run(argv[0] if argv else "", argv[1:])
     except JobError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:

@@ -26,6 +26,7 @@ from tokenizer.shard import SCHEMA, Rows, batches, cut, list_column, loss_per_ro
 
 WINDOW = 2048  # rows that are sorted by length together
 PAD = 32  # positions of a micro-batch are a multiple of this: few shapes
+MEASUREMENTS = 20  # of the held-out rows in a run
 COLUMNS = ("batch", "row", "length", "places", "held")
 HELD_OUT_ROWS = 256  # most rows that the held-out walk takes
 
@@ -287,12 +288,22 @@ class Schedule:
         used = [int(self.lengths[self.rows].max()), *(item.width for item in self.held_out)]
         return -(-max(used) // PAD) * PAD
 
-    def stream(self, start: int, measure: Callable[[int], int]) -> Iterator[Item]:
-        """Every micro-batch from step `start` on; after step s the held-out ones `measure(s + 1)` times over."""
+    def measured_after(self, steps: int) -> bool:
+        """Whether the held-out rows are measured after so many steps, those at the end apart."""
+        return steps < self.total and steps % max(1, self.total // MEASUREMENTS) == 0
+
+    def stream(self, start: int, finals: int = 0) -> Iterator[Item]:
+        """Every micro-batch from step `start` on; the held-out ones where due, and `finals` times at the end."""
         for number in range(start, self.total):
             yield from self.step(number)
-            for _ in range(measure(number + 1)):
-                yield from (item._replace(step=number) for item in self.held_out)
+            if self.measured_after(number + 1):
+                yield from self.measurement(number + 1)
+        for _ in range(finals):
+            yield from self.measurement(self.total)
+
+    def measurement(self, steps: int) -> list[Item]:
+        """The held-out micro-batches as they come after so many steps."""
+        return [item._replace(step=steps) for item in self.held_out]
 
 
 class Padded(NamedTuple):

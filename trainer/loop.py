@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -57,14 +57,14 @@ class Rank:
     dataset: Dataset
     index: Index
     plan: Schedule
-    measure: Callable[[int], int]  # how often the held-out rows are measured after so many steps
+    finals: int = 0  # measurements of the held-out rows after the last step
 
     @property
     def me(self) -> int:
         return self.groups.rank
 
     def items(self, start: int) -> Iterator[Item]:
-        return self.plan.stream(start, self.measure)
+        return self.plan.stream(start, self.finals)
 
     def ids(self, item: Item) -> Tensor:
         return torch.from_numpy(load(self.dataset, self.index, item).ids)
@@ -73,10 +73,11 @@ class Rank:
 def run_target(rank: Rank, target: Teacher, start: int) -> None:
     """Compute and send the states of this rank's micro-batches from step `start` on, until nobody wants any."""
     sender, world, board = Sender(rank.groups, rank.board), rank.world, rank.board
+    served = world.drafters // math.gcd(world.targets, world.drafters)  # drafters that it ever meets
     for item in rank.items(start):
         drafter = world.drafter_of(item)
         if world.target_of(item) != rank.me or not sender.wanted(drafter):
-            if len(sender.stopped) == world.drafters:
+            if len(sender.stopped) == served:
                 break
             continue
         board.beat(rank.me, Phase.STEP if board.get(rank.me, "items") else Phase.FIRST)
@@ -252,14 +253,14 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, drafter: Drafter, step: int) -> list[int]:
-        """After step `step`: how many blocks of the held-out walk yielded 0, 1, .. block_size tokens, all ranks."""
+        """After `step` steps: how many blocks of the held-out walk yielded 0, 1, .. block_size tokens, all ranks."""
         counts = torch.zeros(drafter.config.block_size + 1, dtype=torch.float64)
-        for item in self.rank.plan.held_out:
+        for item in self.rank.plan.measurement(step):
             if self.rank.world.drafter_of(item) != self.rank.me:
                 continue
             self.rank.board.beat(self.rank.me, Phase.MEASURE)
             padded = load(self.rank.dataset, self.rank.index, item)
-            with self.source.take(item._replace(step=step)) as taps:
+            with self.source.take(item) as taps:
                 stand_in = cast(Target, Shipped(taps, self.embed_VH, self.head_VH))
                 ids, mask = torch.from_numpy(padded.ids), torch.from_numpy(padded.mask)
                 for yields in walk(drafter, stand_in, ids, mask):

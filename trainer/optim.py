@@ -57,7 +57,8 @@ class AdamW:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.parameters]
-        return [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), self.parameters, strict=True)]
+        parts: tuple[Tensor, ...] = flat.split(sizes)  # type: ignore[no-untyped-call]
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
     def collect(self) -> None:
         """Add the model's gradients to the sum and drop them."""

@@ -1,0 +1,78 @@
+"""What a drafter was made of: the identity that locks OUT, and the story that travels beside every export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tokenizer.job import Exit, JobError
+from tokenizer.store import Store
+from trainer.checkpoint import check_identity
+from trainer.job import TrainArgs
+from trainer.target import resolve
+
+RUN = "run.json"
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "pyarrow")
+
+
+def fingerprint(target: str) -> str:
+    """Of a target: the hub's `id@revision`, or a hash of a directory's config.json and its files' names and sizes."""
+    source, where = resolve(target)
+    folder = Path(source)
+    if not folder.is_dir():
+        return f"{source}@{where.get('revision', 'main')}"
+    digest = hashlib.sha256()
+    if "gguf_file" in where:
+        weights = [folder / where["gguf_file"]]
+    else:
+        digest.update((folder / "config.json").read_bytes())
+        weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    for path in weights:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def identity(args: TrainArgs, record: Mapping[str, Any], target: str) -> dict[str, Any]:
+    """Everything that decides the final parameters, up to rounding. record: dataset.json. target: its fingerprint."""
+    return {**args.identity(), "dataset_sha256": record["content_sha256"], "target_revision": target}
+
+
+def lock(store: Store, wanted: Mapping[str, Any]) -> None:
+    """Take OUT for this training. Raises JobError(78) naming what differs where another one has it."""
+    data = json.dumps({"identity": dict(wanted)}, indent=2, sort_keys=True).encode() + b"\n"
+    if store.put_bytes(RUN, data, if_none_match=True).created:
+        return
+    try:
+        stored = json.loads(store.get_bytes(RUN))["identity"]
+    except (ValueError, KeyError) as error:
+        raise JobError(Exit.CONFIG, f"`{store.uri(RUN)}` is no record of a training", "choose another --out") from error
+    check_identity(stored, wanted, store.root)
+
+
+def check_tokenizer(folder: Path, record: Mapping[str, Any], target: str) -> None:
+    """Raises JobError(78) unless the target's tokenizer.json is the one that made the dataset."""
+    told = record["spec"]["tokenizer"].get("tokenizer.json")
+    found = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    if told and told != found:
+        raise JobError(
+            Exit.CONFIG,
+            f"tokenizer.json of target `{target}` is {found[:12]}, the dataset was made with {told[:12]}",
+            "train on the model whose tokenizer made the dataset, or tokenize again",
+        )
+
+
+def story(wanted: Mapping[str, Any], args: TrainArgs, record: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """provenance.json: identity, where things were, versions, and what else is given."""
+    return {
+        "identity": dict(wanted),
+        "dataset": args.dataset,
+        "target": args.target,
+        "generator": record["spec"].get("generator", ""),
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        **more,
+    }
