@@ -420,7 +420,26 @@ def test_given_ids_of_turns_join_where_the_next_prompt_extends_them() -> None:
 def test_loss_on_response_of_bare_ids_starts_behind_the_closing_tag() -> None:
     close = renderer().ids["</think>"]
     [row] = take(conversation(USER, said(), token_ids=[3, close, 4]), loss_on="response")
-    assert [(p.ids, p.loss) for p in row.pieces[1:]] == [([3, close], False), ([4], True)]
+    assert row.pieces[1:] == [Piece("", [3, close], IDS, False), Piece("", [4], IDS, True, 1)]
+
+
+def test_given_ids_without_a_closing_tag_say_that_no_empty_block_was_emitted() -> None:
+    """A server asked not to think, by a row that does not say so: only the ids of its prompt show it."""
+    opened, close, end = (renderer().ids[t] for t in ("<think>", "</think>", "<|im_end|>"))
+    ids = {"prompt_token_ids": [1, opened, 2, close, 2], "token_ids": [3, end]}
+    for loss_on in ("all", "response"):
+        [row] = take(conversation(said("a"), **ids), loss_on=loss_on)
+        assert row.pieces[1] == Piece("a<|im_end|>", [3, end], IDS, True) and row.replies == ["a"]
+    [row] = take(conversation(said("a"), **ids | {"token_ids": [2, close, 2, 3, end]}))
+    assert row.pieces[1].text == "\n</think>\n\na<|im_end|>"
+
+
+def test_given_ids_that_end_while_thinking_hold_no_response() -> None:
+    opened = renderer().ids["<think>"]
+    for message in (said(), said("a")):
+        thinking = conversation(message, prompt_token_ids=[1, opened], token_ids=[3], finish="length")
+        assert refused(thinking, loss_on="response") == [(0, "no_supervised_tokens")]
+        assert take(thinking)[0].pieces[1].ids == [3]
 
 
 def test_same_text_looks_over_white_space_and_a_broken_end() -> None:

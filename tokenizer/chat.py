@@ -153,15 +153,8 @@ def _turn(view: View, index: int, message: Message, reply: Reply, renderer: Rend
     text = "".join(parts)
     end = renderer.ids[shape.end]
     skip = behind_space(text, thought) if response and thought else 0
-    given = reply.token_ids
-    if given is not None:
-        ended = given[-1] == end
-        if any(message.get(key) for key in ("content", "reasoning_content", "tool_calls")):
-            return _Turn([Piece(text + shape.end * ended, given, IDS, True, skip)], text, skip, shape, ended, None)
-        close = renderer.ids.get(CLOSE_TAG)
-        at = given.index(close) + 1 if response and close in given else 0
-        pieces = [Piece("", given[:at], IDS, False)] if at else []
-        return _Turn([*pieces, Piece("", given[at:], IDS, True)], "", 0, shape, ended, None)
+    if reply.token_ids is not None:
+        return _given(reply, reply.token_ids, message, shape, text, skip, renderer, response, view.opening(index))
     if cut and skip >= len(text):
         raise Reject("no_supervised_tokens", "the reply was cut before its response" if text else "the reply is empty")
     if shape.split is not None:
@@ -171,6 +164,41 @@ def _turn(view: View, index: int, message: Message, reply: Reply, renderer: Rend
     if not cut:
         pieces.append(Piece(shape.end, [end], END, True))
     return _Turn(pieces, text, skip, shape, not cut, None if seen else reply.output_tokens)
+
+
+def _given(
+    reply: Reply,
+    given: list[int],
+    message: Message,
+    shape: Shape,
+    text: str,
+    skip: int,
+    renderer: Renderer,
+    response: bool,
+    opening: str,
+) -> _Turn:
+    """The completion of a turn that brings its ids, with `text` as the row shows it; raises Reject.
+
+    Without a closing tag among the ids no thinking ended here: the row's own text is the completion, and whether that
+    is the response or a thinking that never ended, the prompt tells.
+    """
+    open_id, close = renderer.ids.get(OPEN_TAG), renderer.ids.get(CLOSE_TAG)
+    opened = opening.rstrip().endswith(OPEN_TAG)
+    unclosed = close is not None and close not in given
+    if unclosed and response:
+        tags = [token for token in reply.prompt_token_ids or () if token in (open_id, close)]
+        if open_id in given or (opened if reply.prompt_token_ids is None else tags[-1:] == [open_id]):
+            raise Reject("no_supervised_tokens", "the ids end before the response")
+    ended = given[-1] == renderer.ids[shape.end]
+    content = message.get("content")
+    more = message.get("reasoning_content") or message.get("tool_calls")
+    if unclosed and content and CLOSE_TAG in text and not more:
+        text, skip = (without_open(content, opening) if opened else content).removesuffix(shape.end), 0
+    if content or more:
+        return _Turn([Piece(text + shape.end * ended, given, IDS, True, skip)], text, skip, shape, ended, None)
+    at = given.index(close) + 1 if response and close in given else 0
+    pieces = [Piece("", given[:at], IDS, False)] if at else []
+    return _Turn([*pieces, Piece("", given[at:], IDS, True, min(at, 1))], "", 0, shape, ended, None)
 
 
 def _completion(view: View, index: int, message: Message, cut: bool) -> _Completion:

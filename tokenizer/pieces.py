@@ -13,7 +13,7 @@ class Piece(NamedTuple):
     kind PROMPT: text, encoded as a server does, every added token recognised. REPLY: text, control tokens in it are
     ordinary text. END: one control token that the model emitted, by id. IDS: ids that the row brought, used as they are
     once they agree with `text` (empty: the row has none), see `same_text`. loss_from: characters of `text` that are not
-    learnt although `loss` is set.
+    learnt although `loss` is set; of ids without text, any but 0 means the white space that they start with.
     """
 
     text: str
