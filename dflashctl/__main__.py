@@ -14,9 +14,13 @@ def main() -> int:
     if missing:
         print(f"error: {', '.join(missing)} not installed\nhint: pip install 'dflashctl[cli]'", file=sys.stderr)
         return 1
-    from dflashctl.cli import main as run
+    try:
+        from dflashctl.cli import main as run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # while modules were loaded
+        print("error: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -64,4 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         code, message, hint = describe(error)
         show.fail(message, hint)
+        return int(code)
+    if code == 130:  # the parser takes Ctrl-C for an exit of its own, without a word
+        show.fail("interrupted")
     return int(code or 0)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflashctl import show
 from dflashctl.errors import PreflightError
 from tokenizer.job import Obj
 from tokenizer.store import Listing, Options, StoreError, expand, join, locate
@@ -57,6 +58,9 @@ def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: 
             f"no input file in {', '.join(f'`{uri}`' for uri in inputs)}" + (f" (skipped: {what})" if what else ""),
             "name .jsonl, .jsonl.gz or .jsonl.zst files, a directory, a prefix or a glob",
         )
+    for obj in (*objects, *requests):
+        if not obj.key.isprintable() and any("\ud800" <= char <= "\udfff" for char in obj.key):
+            raise PreflightError(f"the name of input `{show.printable(obj.key)}` is not UTF-8", "rename it")
     named = {o.key for o in requests}
     objects = [o for o in objects if o.key not in named]
     kinds = dict(zip((o.key for o in objects), _kinds(objects, options), strict=True))

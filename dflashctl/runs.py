@@ -119,11 +119,12 @@ def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, st
     complete = total > 0 and len(facts.commits) >= total
     if facts.refused is not None and complete:
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
+    unsettled = f"every index has its commit, the dataset is not finalised: {facts.unsettled}" if complete else ""
     if snapshot is None:
-        return "deleted", "its Job is gone, and OUT is not complete"
+        return "deleted", "its Job is gone, and " + (unsettled or "OUT is not complete")
     if snapshot.state == "succeeded":
         if complete:
-            return "running", f"every index has its commit, the dataset is not finalised: {facts.unsettled}"
+            return "running", unsettled
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
 

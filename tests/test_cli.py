@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from cli_fixtures import command, ctl, environment, tokenize
-from job_fixtures import answer, chat_line, contents, write_corpus
+from job_fixtures import ROOT, answer, chat_line, contents, write_corpus
 from s3_fixtures import *  # noqa: F403
 from vocab import tiny_dir
 
@@ -200,6 +201,31 @@ def test_each_mistake_is_one_clear_error(done: Path, args: list[str], code: int,
     assert not (done / "o").exists()
 
 
+def test_a_name_that_is_not_utf8_is_one_clear_error(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 1, 20)
+    os.rename(tmp_path / "in" / "part-000.jsonl", os.fsencode(tmp_path) + b"/in/a\xff.jsonl")
+    failed = tokenize(tmp_path, "in", "out")
+    assert failed.code == 4 and r"in/a\udcff.jsonl` is not UTF-8" in failed.err, failed.err
+
+
+@pytest.mark.parametrize("place", ["dflashctl.show", "tokenizer.job"])
+def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path, place: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS.format(place))
+    done = ctl(tmp_path, "tokenize", "in", "--out", "o", "--model", "m", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "error: interrupted"), done.err
+    assert "Traceback" not in done.err
+
+
+INTERRUPTS = """
+import sys
+class Ctrl:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{}":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Ctrl())
+"""
+
+
 def test_errors_are_printed_character_for_character(tmp_path: Path) -> None:
     text = "index [3] of s3://b/k[/x] failed, taps [1, 16]"
     failed = ctl(tmp_path, "status", text.replace("/", "_"))
@@ -296,9 +322,11 @@ def test_settings_come_from_dflash_toml_alone(tmp_path: Path) -> None:
 
 
 def test_doctor_exits_4_for_what_would_stop_a_run(tmp_path: Path) -> None:
-    found = ctl(tmp_path, "doctor", "-o", "json", DFLASH_TOKENIZE_INPUT="nothing", DFLASH_TOKENIZE_OUTT="x")
+    scratch = {"DFLASH_SCRATCH": str(tmp_path)}
+    found = ctl(tmp_path, "doctor", "-o", "json", DFLASH_TOKENIZE_INPUT="nothing", DFLASH_TOKENIZE_OUTT="x", **scratch)
     states = {check["name"]: check["state"] for check in found.json()["checks"]}
     assert found.code == 4 and states["input"] == "failed" and states["environment"] == "warning"
+    assert "DFLASH_SCRATCH" not in json.dumps(found.json()), "it is read by the pool"
 
 
 def test_ctrl_c_detaches_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from cli_fixtures import command, ctl, environment, tokenize
 from job_fixtures import contents, write_corpus
 from vocab import tiny_dir
 
+from dflashctl.backends.base import Submission
 from dflashctl.backends.local import LocalBackend, fold, read_indexes
+from dflashctl.errors import Detached
 from dflashctl.progress import Index
 
 LINES = 3000  # of each of four files: some seconds of work, so that there is something to kill
@@ -213,6 +215,33 @@ def test_two_submits_at_once_start_one_job(corpus: Path, tmp_path: Path) -> None
     ends = [(p.communicate(timeout=180), p.returncode) for p in both]
     assert 0 in [code for _, code in ends] and {code for _, code in ends} <= {0, 5}, ends
     assert (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_said_before_anything_is(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "in", 1, 20)
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / ".dflash").touch()
+    failed = tokenize(tmp_path / "cwd", str(corpus), "../out")
+    assert failed.code == 4 and f"`{tmp_path / 'cwd' / '.dflash'}`" in failed.err, failed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_ended_the_pool_itself_is_why(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 1, 20)
+    (tmp_path / "full").touch()
+    assert tokenize(tmp_path, "in", "out", DFLASH_SCRATCH=str(tmp_path / "full" / "x")).code == 3
+    (cause,) = ctl(tmp_path, "why", "-o", "json").json()["causes"]
+    assert str(tmp_path / "full" / "x") in cause["message"] and "resume" in cause["remedy"]
+
+
+def test_ctrl_c_while_a_pool_starts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalBackend, "_await_start", interrupted)
+    monkeypatch.setattr(LocalBackend, "_command", lambda self, submission: ["true"])
+    with pytest.raises(Detached, match="`r` was being started"):
+        LocalBackend(tmp_path).submit(Submission("r", "r", "out", (), (0,), 1))
 
 
 # ---- the fold, pure

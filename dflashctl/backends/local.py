@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.backends.base import Known, LogLine, Submission
-from dflashctl.errors import ApiError, TakenError, UsageError
+from dflashctl.errors import ApiError, Detached, PreflightError, TakenError, UsageError
 from dflashctl.progress import Index, Snapshot
 from dflashctl.why import Cause, of_indexes
 
@@ -64,6 +64,11 @@ class LocalBackend:
     def check(self, submission: Submission) -> None:
         if submission.kind != "tokenize":
             raise UsageError("this machine runs `tokenize` alone", "`--backend kube` for a cluster")
+        there = next(path for path in (self.home / "runs", self.home, self.home.parent) if os.path.lexists(path))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise PreflightError(
+                f"the state of runs cannot be written below `{there}`", "run it in a directory that you may write to"
+            )
 
     def submit(self, submission: Submission) -> None:
         folder = self._folder(submission.run)
@@ -157,7 +162,12 @@ class LocalBackend:
 
     def why(self, run: str) -> list[Cause]:
         snapshot = self.snapshot(run)
-        return of_indexes(snapshot.indexes) if snapshot else []
+        if snapshot is None:
+            return []
+        causes = of_indexes(snapshot.indexes)
+        if snapshot.state == "failed" and not snapshot.failed:  # what ended the pool itself is no index's
+            causes.insert(0, Cause("PoolFailed", snapshot.reason, f"mend it, then `dflashctl resume {run}`", 100))
+        return causes
 
     def bundle(self, run: str) -> dict[str, Any]:
         folder = self._folder(run)
@@ -177,7 +187,7 @@ class LocalBackend:
     def _start(self, submission: Submission) -> None:
         folder = self._folder(submission.run) / submission.job
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "ab") as lock, open(folder / "pool.log", "ab") as log:
+        with open(folder / "lock", "ab") as lock, open(folder / "pool.log", "ab") as log, _telling(submission.run):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -288,6 +298,17 @@ def read_indexes(folder: Path) -> dict[int, Index]:
     return found
 
 
+@contextlib.contextmanager
+def _telling(run: str) -> Iterator[None]:
+    """Ctrl-C while a pool is being started may come before or after its start: never without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Detached(
+            f"interrupted while run `{run}` was being started", f"`dflashctl status {run}` says whether it goes on"
+        ) from None
+
+
 def _locked(folder: Path) -> bool:
     """Whether a process of this Job is alive: the pool and its workers hold the lock as long as they are."""
     try:
@@ -322,5 +343,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, value: dict[str, Any]) -> None:
     """All or nothing: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ApiError(f"`{path}` cannot be written: {error.strerror}") from None
