@@ -148,7 +148,9 @@ def load_file(path: Path | None, cwd: Path) -> tuple[dict[str, dict[str, Any]], 
 def _profiles(file: Path, entry: Any) -> dict[str, dict[str, Any]]:
     """`node.NAME` -> the typed keys of that profile."""
     found: dict[str, dict[str, Any]] = {}
-    for profile, keys in entry.items() if isinstance(entry, dict) else ():
+    if not isinstance(entry, dict):
+        raise UsageError(f"`node` in `{file}` is {entry!r}, not profiles", "a profile is a section: [node.NAME]")
+    for profile, keys in entry.items():
         if not isinstance(keys, dict):
             raise UsageError(f"`{file}` has an unknown key `node.{profile}`", "a profile is a section: [node.NAME]")
         section = f"node.{profile}"
@@ -244,7 +246,8 @@ def resolve(
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
     """DFLASH_* variables that no setting reads; `doctor` shows them, since other tools may own them."""
-    known = {variable(section, key) for section, keys in SCHEMA.items() for key in keys} | {PREFIX + "CONFIG"}
+    known = {variable(section, key) for section, keys in SCHEMA.items() for key in keys}
+    known |= {PREFIX + "CONFIG", PREFIX + "SCRATCH"}
     return sorted(name for name in env if name.startswith(PREFIX) and name not in known)
 
 

@@ -17,6 +17,14 @@ from dflashctl.config import Value
 from dflashctl.errors import UsageError
 from tokenizer.job import GateFlags, Spec
 
+#: (lowest, highest) of each number. shards: what an Indexed Job may have; max_length: what an offset can count.
+LIMITS = {
+    "parallelism": (1, 100_000),
+    "shards": (1, 100_000),
+    "workers": (1, 100_000),
+    "max_length": (2, 2**31 - 1),
+    "min_loss_tokens": (0, 2**31 - 1),
+}
 NAME_MAX = 40  # leaves room for what Jobs and pods append to a name of at most 63 characters
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -108,16 +116,17 @@ def declare(values: Mapping[str, Value], allow_degenerate: bool, is_directory: C
     inputs = tuple(dict.fromkeys(needed("input", "input")))
     out = needed("out", "OUT (`--out`)")
     model = needed("model", "model (`--model`)")
-    for key, low in (("parallelism", 1), ("shards", 1), ("workers", 1), ("max_length", 2), ("min_loss_tokens", 0)):
+    for key, (low, high) in LIMITS.items():
         number = values[key].value
-        if number is not None and number < low:
-            raise bad(key, f"is below {low}")
+        if number is not None and not low <= number <= high:
+            raise bad(key, f"is below {low}" if number < low else f"is above {high}")
     if not 0 <= values["max_reject"].value <= 1:
         raise bad("max_reject", "is not a share between 0 and 1", "0.01 is one line in a hundred")
     if values["loss_on"].value not in ("all", "response"):
         raise bad("loss_on", "is not known", "known are all, response")
     for uri in (*inputs, *values["batch_input"].value):
         check_scheme(uri, "input")
+    check_secrets(model, "model")
     return Declaration(
         inputs=inputs,
         out=check_out(out, is_directory),
@@ -136,8 +145,19 @@ def declare(values: Mapping[str, Value], allow_degenerate: bool, is_directory: C
     )
 
 
+def check_secrets(uri: str, what: str) -> None:
+    """A URI is recorded and printed, so one with credentials in it is a UsageError that does not echo it."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", uri):
+        raise UsageError(f"{what} has credentials in its URI", "S3 takes them from AWS_ACCESS_KEY_ID and its like")
+
+
 def check_scheme(uri: str, what: str) -> str:
     """`uri` if it is a path, file:// or s3://; raises UsageError."""
+    check_secrets(uri, what)
+    if re.match(r"[sS]3:(?!//)", uri):
+        raise UsageError(
+            f"{what} `{uri}` is no S3 URI", f"write `s3://{uri[3:].lstrip('/')}`, or `./{uri}` for a path here"
+        )
     scheme = _SCHEME.match(uri)
     if scheme and scheme[1] not in ("s3", "file"):
         raise UsageError(f"{what} `{uri}` has the scheme `{scheme[1]}`", "known are s3://, file:// and plain paths")

@@ -48,6 +48,7 @@ def test_a_false_or_zero_flag_is_given_and_an_empty_list_is_not(tmp_path: Path) 
         ("[tokenize]\ninput = [1]\n", ["`tokenize.input`", "list of strings"]),
         ("[tokenize]\ntemplate_kwargs = 'x'\n", ["`tokenize.template_kwargs`", "a table"]),
         ("[tokenize\n", ["not valid TOML"]),
+        ("node = 5\n", ["`node`", "[node.NAME]"]),
     ],
 )
 def test_what_the_file_gets_wrong_is_named(tmp_path: Path, text: str, names: list[str]) -> None:

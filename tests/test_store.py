@@ -69,6 +69,12 @@ def test_a_path_without_scheme_is_local() -> None:
     assert parse_uri("bucket/path") == ("file", "", f"{os.getcwd()}/bucket/path")
 
 
+def test_credentials_in_a_uri_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="credentials") as caught:
+        parse_uri("s3://user:hunter22@bucket/key")
+    assert "hunter22" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["s3://", "s3:///key", "gs://b/k", "file://host/a", "", "s3://b*/k"])
 def test_what_is_no_location_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|empty") as error:

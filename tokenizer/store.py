@@ -169,6 +169,8 @@ def parse_uri(text: str) -> Uri:
     """
     if text.startswith("s3://"):
         bucket, _, path = text[5:].partition("/")
+        if "@" in bucket:  # never echoed
+            raise ValueError("an s3:// URI with credentials in it, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         if not bucket or GLOB.search(bucket):
             raise ValueError(f"`{text}` names no bucket, expected s3://bucket/prefix")
         return Uri("s3", bucket, path)
