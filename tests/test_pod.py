@@ -344,7 +344,7 @@ def test_a_full_disk_is_73_and_leaves_nothing(tmp_path: Path) -> None:
     try:
         code, lines, err = finish(pod(args, 0, DFLASH_SCRATCH=str(room)))
         assert (code, err) == (Exit.DISK_FULL, ""), lines
-        assert "no space left" in lines[-1]["message"] and lines[-1]["hint"]
+        assert f"no space left on the disk: scratch directory {room}" in lines[-1]["message"] and lines[-1]["hint"]
         assert [p.name for p in room.iterdir()] == []
     finally:
         subprocess.run(["umount", str(room)], check=True)

@@ -29,7 +29,8 @@ from job_fixtures import (
 from vocab import tiny_dir
 
 from tokenizer.job import Exit, PreviewArgs, TokenizeArgs
-from tokenizer.pool import max_failed_indexes
+from tokenizer.pool import Pool, max_failed_indexes
+from tokenizer.talk import Log
 
 
 def popen(args: TokenizeArgs, state: Path, jobs: int = 2, code: str = "", **env: str) -> subprocess.Popen[str]:
@@ -159,6 +160,23 @@ def test_sigterm_ends_every_process_and_a_rerun_goes_on(tmp_path: Path) -> None:
     (source / "part-000.jsonl").unlink()
     kept.rename(source / "part-000.jsonl")  # the same inode and time: unchanged
     assert finish(popen(args, tmp_path / "state"))[0] == 0
+
+
+def test_every_process_is_told_to_end_before_one_is_waited_for(tmp_path: Path) -> None:
+    """Each may take long: its last words go to a store that may be down."""
+    _, args, store = prepare(str(tmp_path / "out"), str(write_corpus(tmp_path / "in", 1, 5)))
+    pool = Pool(tmp_path / "state", 2, args, store, Log(sys.stdout))
+    last = "trap 'touch told; exit' TERM; touch ready1; while :; do sleep 0.02; done"
+    first = (
+        "trap 'for i in $(seq 300); do [ -e told ] && touch both && exit; sleep 0.02; done; exit' TERM; touch ready0;"
+        "while :; do sleep 0.02; done"
+    )
+    children = [subprocess.Popen(["sh", "-c", code], cwd=tmp_path) for code in (first, last)]
+    while not ((tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()):
+        os.sched_yield()
+    pool.running = {child.pid: (index, 0) for index, child in enumerate(children)}
+    pool._end()
+    assert (tmp_path / "both").exists() and not pool.running
 
 
 @pytest.mark.parametrize(

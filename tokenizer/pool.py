@@ -156,9 +156,10 @@ class Pool:
 
     def _end(self) -> None:
         """SIGTERM to every process of an index, then wait: each uploads its last words and exits."""
-        for pid, (index, _) in list(self.running.items()):
+        for pid in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        for pid, (index, _) in self.running.items():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
             self._index(index, state="pending", exit=int(Exit.SIGTERM), reason="stopped")

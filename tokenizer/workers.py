@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tokenizer.job import Exit, JobError
+from tokenizer.scratch import base
 from tokenizer.talk import Warnings
 
 Report = Callable[[dict[str, int]], None]  # what a task calls with its progress since the last call
@@ -47,8 +48,9 @@ def describe(error: BaseException) -> tuple[Exit, str, str, str]:
     if isinstance(error, JobError):
         return error.code, error.message, error.hint, trace
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" at {error.filename}" if error.filename else ""
-        return Exit.DISK_FULL, f"no space left on the disk{where}", "give the scratch volume more room", trace
+        where = error.filename or f"scratch directory {base()}"  # a store has words of its own for its disk
+        hint = "give it more room, or set DFLASH_SCRATCH to a directory that has it"
+        return Exit.DISK_FULL, f"no space left on the disk: {where}", hint, trace
     if isinstance(error, MemoryError):
         return Exit.RETRY, "out of memory", "give the pod more memory or fewer --workers", trace
     text = f"internal error, {type(error).__name__}: {error}"
