@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -224,11 +225,11 @@ class Writer:
             except JobError as error:
                 self._fail(error)
                 return
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 self._fail(
                     JobError(
                         Exit.DISK_FULL,
-                        f"checkpoint of step {snapshot.step}: {error.strerror or error}",
+                        f"checkpoint of step {snapshot.step} cannot be written: {error}",
                         "free space or give the checkpoints a larger volume; resume goes on from the last one",
                     )
                 )

@@ -1,6 +1,6 @@
 """PID 1: starts the ranks, passes on what they say, and ends them all when one cannot go on.
 
-It forks everything from one process that has imported what the ranks need and started no thread: a rank costs
+It forks everything from one process that has imported what the ranks need and runs one thread: a rank costs
 milliseconds and its pages are shared. It never touches a GPU or the data; a first child does all that can refuse a
 training, then each rank gets its GPU, a pipe for its output and one for its events.
 
@@ -247,6 +247,8 @@ class Supervisor:
         """Exit code of the training."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._stop)
+        from transformers import AutoModelForCausalLM  # noqa: F401  imported once for all children
+
         work = Path(tempfile.mkdtemp(prefix="dflash-train-"))
         try:
             code = self._prepared(work)
