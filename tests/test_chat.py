@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reference import Reference, Refused
 
 from tokenizer import qwen
-from tokenizer.chat import END, IDS, PROMPT, REPLY, ChatOptions, Piece, Renderer, TextRow, rows, same_text
+from tokenizer.chat import BARE, END, IDS, PROMPT, REPLY, ChatOptions, Piece, Renderer, TextRow, rows, same_text
 from tokenizer.job import JobError, Reject
 from tokenizer.messages import Conversation, Reply
 from tokenizer.template import JinjaView
@@ -400,7 +400,9 @@ def test_given_ids_are_used_as_they_are() -> None:
 
 def test_a_reply_with_nothing_but_prompt_ids_before_it() -> None:
     [row] = take(conversation(said("a", "r"), prompt_token_ids=[1, 2]))
-    assert [p.kind for p in row.pieces] == [IDS, REPLY, END] and row.pieces[1].text == "r\n</think>\n\na"
+    assert [p.kind for p in row.pieces] == [BARE, REPLY, END] and row.pieces[1].text == "r\n</think>\n\na"
+    [row] = take(conversation(said("a", "r"), prompt_token_ids=[1, 2], prompt_text="<user>q"))
+    assert row.pieces[0] == Piece("<user>q", [1, 2], BARE, False)
     assert refused(conversation(said("a"))) == [(0, "no_prompt")]
 
 

@@ -202,6 +202,13 @@ def test_ids_of_servers() -> None:
     assert prompts == [[10, 11], [10, 11], [10, 11], None, None, [10, 11]]
 
 
+def test_the_text_of_a_prompt_is_kept_to_check_its_ids() -> None:
+    row = {"prompt": "<user>q", "prompt_token_ids": [3], "outputs": [{"text": "a", "token_ids": [4]}]}
+    assert parse(row).replies[0].prompt_text == "<user>q"
+    told = {"messages": [{"role": "user", "content": "q"}], "completion": "a", "prompt_token_ids": [3], "prompt": "q"}
+    assert parse(told).replies[1].prompt_text == ""  # the messages say more
+
+
 def test_responses() -> None:
     got = conversations("responses.jsonl")
     assert [describe(c) for c in got] == [

@@ -22,7 +22,7 @@ from vocab import ROOT, qwen36_dir, tiny_dir
 from tokenizer import encode, engines
 from tokenizer.encode import Encoder
 from tokenizer.job import Exit, JobError
-from tokenizer.pieces import END, IDS, PROMPT, REPLY, Piece, TextRow
+from tokenizer.pieces import BARE, END, IDS, PROMPT, REPLY, Piece, TextRow
 
 WORDS = [
     "return",
@@ -314,9 +314,18 @@ def test_foreign_ids_reject_their_row_alone() -> None:
     encoded = whole().encode(rows)
     assert sorted(encoded.rejects) == [1, 2, 3]
     assert {reject.reason for reject in encoded.rejects.values()} == {"foreign_token_ids"}
+
     assert "248077" in encoded.rejects[1].detail
     assert encoded.offsets.tolist() == [0, 1, 1, 1, 1, 2]
     assert texts(whole(), encoded) == ["a", "", "", "", "c"]
+
+
+def test_ids_of_a_prompt_hold_the_text_that_the_row_shows() -> None:
+    """Ids of another vocabulary are in range and decode to something else; a row may show the user's words alone."""
+    ids = defined_ids("<|im_start|>user\nWhy cafe\u0301?<|im_end|>\n", PROMPT)
+    other = [token + 1 for token in ids]
+    rows = [row(Piece("Why cafe\u0301?", got, BARE, False), reply("yes")) for got in (ids, other)]
+    assert list(whole().encode(rows).rejects) == [1]
 
 
 def test_loss_from_in_given_ids_starts_behind_the_white_space() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tokenizer.job import Reject
 from tokenizer.messages import Conversation, Reply
-from tokenizer.pieces import END, IDS, PROMPT, REPLY, Piece, TextRow, same_text
+from tokenizer.pieces import BARE, END, IDS, PROMPT, REPLY, Piece, TextRow, same_text
 from tokenizer.rendered import rendered_rows
 from tokenizer.seams import (
     CLOSE_TAG,
@@ -41,7 +41,7 @@ from tokenizer.seams import (
 from tokenizer.template import Renderer
 from tokenizer.view import Message, Shape, View
 
-__all__ = ["END", "IDS", "PROMPT", "REPLY", "ChatOptions", "Piece", "Renderer", "TextRow", "rows", "same_text"]
+__all__ = ["BARE", "END", "IDS", "PROMPT", "REPLY", "ChatOptions", "Piece", "Renderer", "TextRow", "rows", "same_text"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def rows(
             between = None if before is None else _between(view, reply, last, index, before, out[-1])
             if between is None:
                 ids = reply.prompt_token_ids
-                shown = view.prompt(index) if index else ""
-                prompt = Piece(shown, ids, PROMPT if ids is None else IDS, False)
+                shown = view.prompt(index) if index else reply.prompt_text
+                prompt = Piece(shown, ids, PROMPT if ids is None else IDS if index else BARE, False)
                 out.append(TextRow(number, [prompt, *turn.pieces], [turn.text[turn.skip :]], turn.output_tokens))
             else:
                 row = out[-1]

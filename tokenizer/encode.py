@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tokenizer import engines
 from tokenizer.engines import Engine, Fast, Ids, Offsets, Reference
 from tokenizer.job import Exit, JobError, Reject
-from tokenizer.pieces import IDS, REPLY, Piece, TextRow, same_text
+from tokenizer.pieces import BARE, IDS, REPLY, Piece, TextRow, holds_text, same_text
 
 SMALL_INPUT = 12 << 20  # bytes up to which the whole fast vocabulary is not worth its load
 PRUNE_FROM = 1 << 20  # characters of one call from which a pruned vocabulary is worth its load
@@ -101,7 +101,7 @@ class Encoder:
         pieces: list[Piece] = []
         counts = np.zeros(len(rows) + 1, np.int64)  # pieces up to each row
         for number, row in enumerate(rows):
-            given = [piece for piece in row.pieces if piece.kind == IDS]
+            given = [piece for piece in row.pieces if piece.kind in (IDS, BARE)]
             reject = next(filter(None, map(self._foreign, given)), None) if given else None
             if reject:
                 rejects[number] = reject
@@ -243,15 +243,17 @@ class Encoder:
         return low
 
     def _foreign(self, piece: Piece) -> Reject | None:
-        """Why the ids of an IDS piece cannot be this tokenizer's."""
+        """Why the ids of an IDS or BARE piece cannot be this tokenizer's."""
         ids = piece.ids or []
         bad = next((i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size), None)
         if bad is not None:
             return Reject("foreign_token_ids", f"id {bad} is outside the vocabulary of {self.vocab_size}")
         if piece.text:
             decoded = self.decode(ids)
-            if not same_text(decoded, piece.text) and not same_text(decoded, unicodedata.normalize("NFC", piece.text)):
-                return Reject("foreign_token_ids", "the ids do not decode to the text of the row")
+            agree = holds_text if piece.kind == BARE else same_text
+            if not agree(decoded, piece.text) and not agree(decoded, unicodedata.normalize("NFC", piece.text)):
+                what = "prompt" if not piece.loss else "reply"
+                return Reject("foreign_token_ids", f"the ids do not decode to the text of the row ({what})")
         return None
 
 

@@ -36,6 +36,7 @@ class Reply:
     finish: str = "stop"  # "stop" | "length"; length = the model did not emit the end of the turn
     weight: float = 1.0  # 0 -> context, not learnt
     prompt_token_ids: list[int] | None = None
+    prompt_text: str = ""  # beside the ids where no message precedes the reply: their text, or a part of it
     token_ids: list[int] | None = None  # integers as the server reported them, range unchecked; an empty list is None
     output_tokens: int | None = None  # of the server's usage, to detect lost reasoning
     reject: Reject | None = None  # this turn alone cannot be taken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-PROMPT, REPLY, END, IDS = range(4)
+PROMPT, REPLY, END, IDS, BARE = range(5)
 
 
 class Piece(NamedTuple):
@@ -14,6 +14,7 @@ class Piece(NamedTuple):
     ordinary text. END: one control token that the model emitted, by id. IDS: ids that the row brought, used as they are
     once they agree with `text` (empty: the row has none), see `same_text`. loss_from: characters of `text` that are not
     learnt although `loss` is set; of ids without text, any but 0 means the white space that they start with.
+    BARE: ids of a prompt that hold `text` among others, since the row shows no more of it.
     """
 
     text: str
@@ -44,3 +45,8 @@ def same_text(decoded: str, expected: str) -> bool:
     written anew. Nor does a character that the end of a cut reply breaks.
     """
     return "".join(decoded.split()).rstrip("\ufffd") == "".join(expected.split()).rstrip("\ufffd")
+
+
+def holds_text(decoded: str, expected: str) -> bool:
+    """Whether given ids, decoded, hold the text that the row shows of them; white space does not count."""
+    return "".join(expected.split()) in "".join(decoded.split())

@@ -229,6 +229,9 @@ def read_facts(conv: Conversation, start: int, facts: list[Json]) -> None:
             reply.prompt_token_ids = reply.prompt_token_ids or prompt_ids
             for name in TOKEN_IDS:
                 reply.token_ids = reply.token_ids or token_ids(_first(facts, name), name)
+            prompt = _first(facts, "prompt")
+            if not last and reply.prompt_token_ids and type(prompt) is str:
+                reply.prompt_text = prompt
         except Reject as e:
             reply.reject = reply.reject or e
     if any(not _USAGE.isdisjoint(fact) for fact in facts):
