@@ -105,12 +105,12 @@ def child_pod(engine: str, *argv: str) -> None:
     if engine == "tokenizers":
         engines.unproven = lambda data: "measured with the reference"
     load_model, loaded = pod.load_model, 0.0
-    kept = []  # a pod's parent has no reference to free, unlike this one
+    kept = []  # what is loaded is not freed: that would be the load's other half
 
     def timed(*arguments: Any) -> Model:
         nonlocal loaded
         model = load_model(*arguments)
-        kept.append(model.encoder.reference)
+        kept.append((model, model.encoder.reference))
         loaded = time.process_time()
         return model
 
