@@ -1,6 +1,6 @@
 """Learning from end to end on a laptop: SmolLM2-135M as the target, a small drafter, a few CPU minutes.
 
-    python examples/overfit_smollm2.py --target DIR_OR_GGUF [--steps 240] [--out DIR]
+    python examples/overfit_smollm2.py --target DIR_OR_GGUF [--steps 200] [--out DIR]
 
 Tokenizes the demo's code questions (with greedy replies of the same model), reads the target's tap states once, trains
 a drafter of two layers on a handful of rows, exports it, and serves the export on the rows it was trained on and on
@@ -93,20 +93,12 @@ def train(drafter: Drafter, target: Target, rows: list[Row], steps: int) -> floa
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
         chosen = order[turn * BATCH : (turn + 1) * BATCH]
         anchors, keep = sample_anchors(mask[chosen], [str(i) for i in chosen], seed=0, epoch=epoch, count=ANCHORS)
-        loss = block_loss(
-            drafter,
-            states[chosen],
-            ids[chosen],
-            mask[chosen],
-            anchors,
-            keep,
-            target.embed_VH,
-            target.head_VH,
-            objective,
-        )
-        value = float(loss.total / loss.divisor)
+        taps, tokens, learnt = states[chosen], ids[chosen], mask[chosen]
+        part = block_loss(drafter, taps, tokens, learnt, anchors, keep, target.embed_VH, target.head_VH, objective)
+        loss = part.total / part.divisor
+        value = loss.item()
         optimizer.zero_grad()
-        (loss.total / loss.divisor).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)
@@ -175,7 +167,7 @@ def learn(name: str, out: Path, steps: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
