@@ -77,7 +77,8 @@ def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: 
             "every input is an OpenAI batch request file, none has replies", "name the output files too"
         )
     pinned = tuple(sorted(requests))
-    return Found(data, skipped, {o.key: pinned for o in outputs})
+    needing = outputs or (data if batch_inputs else [])  # a file may mix its dialects: the user knows better
+    return Found(data, skipped, {o.key: pinned for o in needing})
 
 
 def _gather(uris: Iterable[str], options: Options) -> tuple[list[Obj], dict[str, int]]:
@@ -151,7 +152,7 @@ def kind_of(line: bytes) -> str:
     """
     try:
         row: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         if not _CUSTOM_ID.search(line):
             return ""
         return "request" if _REQUEST.search(line) else "output" if _OUTPUT.search(line) else ""
@@ -159,4 +160,5 @@ def kind_of(line: bytes) -> str:
         return ""
     if isinstance(row.get("body"), dict) and "url" in row:
         return "request"
-    return "output" if isinstance(row.get("response"), dict) else ""
+    failed = row.get("error") is not None and row.get("response", "") is None
+    return "output" if failed or isinstance(row.get("response"), dict) else ""

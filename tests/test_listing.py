@@ -79,12 +79,27 @@ def test_what_cannot_be_joined_is_said_before_anything_runs(tmp_path: Path) -> N
         find(str(tmp_path / "none"))
 
 
+def test_an_output_that_begins_with_a_failed_request_is_one(tmp_path: Path) -> None:
+    failed = {"custom_id": "r", "response": None, "error": {"code": "timeout"}}
+    output, request = write(tmp_path / "out.jsonl", failed, OUTPUT), write(tmp_path / "req.jsonl", REQUEST)
+    assert [o.key for o in find(str(tmp_path)).batch_inputs[output]] == [request]
+    assert listing.kind_of(b'{"custom_id": "r", "error": null, "prompt": "q", "completion": "a"}') == ""
+
+
+def test_named_request_files_serve_every_input_if_none_begins_as_an_output(tmp_path: Path) -> None:
+    request = write(tmp_path / "req.jsonl", REQUEST)
+    mixed = write(tmp_path / "mixed.jsonl", {"prompt": "q", "completion": "a"}, OUTPUT)
+    assert [o.key for o in find(mixed, batch=(request,)).batch_inputs[mixed]] == [request]
+    assert find(mixed, request).batch_inputs == {}
+
+
 def test_an_output_without_an_error_key_and_a_cut_line_are_told_too() -> None:
     long = json.dumps({**REQUEST, "body": {"messages": [{"content": "x" * 99}]}}).encode()
     assert listing.kind_of(long[:-30]) == "request" == listing.kind_of(long)
     assert listing.kind_of(json.dumps(OUTPUT).encode()[:-10]) == "output"
     assert listing.kind_of(b'{"custom_id": "r", "response": {"body": {}}}') == "output"
     assert listing.kind_of(chat_line('"custom_id": "url": "/v1/', "x").encode()) == ""
+    assert listing.kind_of(b"[" * 50_000) == listing.kind_of(b'{"custom_id": 1, "x": ' + b"[" * 50_000) == ""
     assert listing.kind_of(b"[1]") == listing.kind_of(b"\xff\xfe{") == listing.kind_of(b"") == ""
 
 

@@ -210,6 +210,9 @@ def test_expand_a_file_and_globs(root: str) -> None:
     assert keys("*/*.jsonl") == ("", ["d/x.jsonl"])
     assert keys("k[1].jsonl") == ("", ["k[1].jsonl"])  # the literal name wins
     assert keys("k[0-9].jsonl") == ("", ["k1.jsonl"])
+    fill(root, ["g [v1]/x.jsonl", "g v/y.jsonl"])
+    assert keys("g [v1]") == keys("g [v1]/") == ("/g [v1]", ["x.jsonl"])  # of directories too
+    assert keys("g [v]/*.jsonl") == ("", ["g v/y.jsonl"])
     assert expand(f"{root}/_SUC*").skipped == [Skip("_SUCCESS", "marker")]
     for absent in ("nothing.jsonl", "x/*.jsonl", "nodir/"):
         with pytest.raises(NotFound) as error:

@@ -215,8 +215,8 @@ def locate(uri: str, options: Options | None = None) -> tuple[Store, str]:
 def expand(uri: str, options: Options | None = None) -> Listing:
     """The objects that one INPUT means: a file, a directory or prefix (recursive), or a glob (`**` crosses slashes).
 
-    An object of exactly this name wins over a glob or prefix of the same spelling. Raises NotFound if there is nothing
-    at all, ValueError as parse_uri does, StoreError.
+    An object of exactly this name wins over a glob or prefix of the same spelling, a directory or prefix of it over a
+    glob. Raises NotFound if there is nothing at all, ValueError as parse_uri does, StoreError.
     """
     parsed = parse_uri(uri)
     if parsed.path and not uri.endswith("/"):
@@ -224,7 +224,8 @@ def expand(uri: str, options: Options | None = None) -> Listing:
         if (one := store.stat(key)) is not None:
             root, _, name = str(parsed).rpartition("/")
             return _select(root, [one._replace(key=name)], lambda _: True, named=True)
-    if GLOB.search(parsed.path):
+    globbed = GLOB.search(parsed.path) is not None and not any(True for _ in open_store(str(parsed), options).list())
+    if globbed:
         fixed = parsed.path[: GLOB.search(parsed.path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         pattern = glob_pattern(parsed.path[len(fixed) :].lstrip("/"))
         store = open_store(str(parsed._replace(path=fixed or ("/" if parsed.scheme == "file" else ""))), options)
@@ -237,7 +238,7 @@ def expand(uri: str, options: Options | None = None) -> Listing:
             store = open_store(str(parsed._replace(path=above)), options)
             listing = _select(store.root, store.list(start), lambda _: True, named=True)
     if not listing.objects and not listing.skipped:
-        raise NotFound(uri, "nothing matches" if GLOB.search(parsed.path) else "no such file, directory or object")
+        raise NotFound(uri, "nothing matches" if globbed else "no such file, directory or object")
     return listing
 
 
