@@ -15,7 +15,7 @@ from typing import Any
 
 from dflashctl.config import Value
 from dflashctl.errors import UsageError
-from tokenizer.job import GateFlags, Spec
+from tokenizer.job import RESERVED_KWARGS, GateFlags, Spec
 
 #: (lowest, highest) of each number. shards: what an Indexed Job may have; max_length: what an offset can count.
 LIMITS = {
@@ -124,6 +124,13 @@ def declare(values: Mapping[str, Value], allow_degenerate: bool, is_directory: C
         raise bad("max_reject", "is not a share between 0 and 1", "0.01 is one line in a hundred")
     if values["loss_on"].value not in ("all", "response"):
         raise bad("loss_on", "is not known", "known are all, response")
+    kwargs = values["template_kwargs"].value
+    if name := next((name for name in RESERVED_KWARGS if name in kwargs), None):
+        raise bad("template_kwargs", f"may not set `{name}`")
+    try:
+        json.dumps(kwargs, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, TypeError) as error:
+        raise bad("template_kwargs", f"is no JSON: {error}") from None
     for uri in (*inputs, *values["batch_input"].value):
         check_scheme(uri, "input")
     check_secrets(model, "model")

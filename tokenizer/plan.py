@@ -60,6 +60,8 @@ def canonical(value: object) -> bytes:
 
 # ---- the plan: what makes the data
 
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")  # a template's own variables
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizer import qwen
-from tokenizer.job import Exit, JobError, Reject
+from tokenizer.job import RESERVED_KWARGS, Exit, JobError, Reject
 from tokenizer.view import Message, Shape, View
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # variables that no kwarg may take over
-
 # Stand-ins in a rendering: noncharacters, which no text holds and no template trims or tests for.
 REASONING, CONTENT, SHIELD = "\ufdd0r\ufdd1", "\ufdd0c\ufdd1", "\ufdd2{}\ufdd3"
 
@@ -99,7 +97,7 @@ class Renderer:
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]
     ) -> str:
         """The same, by Jinja whatever the template."""
-        for name in RESERVED:
+        for name in RESERVED_KWARGS:
             if name in kwargs:
                 raise Reject("template_error", f"chat_template_kwargs may not set `{name}`")
         variables = {**self.named_tokens, **kwargs, "strftime_now": _clock(kwargs.get("strftime_now"))}
