@@ -178,9 +178,9 @@ class Receiver:
     @contextmanager
     def take(self, item: Item) -> Iterator[Tensor]:
         me = self.groups.rank
-        coming, work, buffer, states = self.posted.popleft()
-        if coming != item:
-            raise RuntimeError(f"the ring holds micro-batch {coming.number}, {item.number} is due")
+        if self.posted[0][0] != item:
+            raise RuntimeError(f"the ring holds micro-batch {self.posted[0][0].number}, {item.number} is due")
+        _, work, buffer, states = self.posted.popleft()
         started = time.monotonic()
         work.wait()
         self.granted.popleft()[0].wait()  # read, or the states would not be here

@@ -1,0 +1,216 @@
+"""Whole trainings on this machine: stopped, killed and refused in every way, and the same drafter in the end."""
+
+import json
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train_fixtures import random_rows, write_dataset
+from train_runs import Forked, args, metrics, target_dir
+
+STEPS, KILLS = 12, 20
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", random_rows(60))
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    """OUT of a training that nothing happened to."""
+    folder = tmp_path_factory.mktemp("straight")
+    run = Forked(args(data, folder / "out"), folder / "log")
+    assert run.wait() == 0, run.text()
+    return folder / "out"
+
+
+def state(out):
+    return load_file(out / "checkpoints" / f"step-{STEPS:06d}" / "state.safetensors")
+
+
+def lineage(out):
+    """(step, loss, lr, rows) of every step line."""
+    return [(m["step"], m["loss"], m["lr"], m["rows"]) for m in metrics(out) if "loss" in m]
+
+
+def same_state(one, other):
+    a, b = state(one), state(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def steps_done(run):
+    return [line["step"] for line in run.lines() if line["event"] == "progress"]
+
+
+def metrics_steps(out):
+    return len(lineage(out)) if (out / "metrics.jsonl").exists() else 0
+
+
+def test_a_training_ends_with_everything_that_serving_needs(straight, data):
+    assert (straight / "latest").read_text() == f"step-{STEPS:06d}\n"
+    for name in ("export", "export-speculators"):
+        assert {path.name for path in (straight / name).iterdir()} == {
+            "config.json",
+            "model.safetensors",
+            "provenance.json",
+        }
+    story = json.loads((straight / "provenance.json").read_text())
+    record = json.loads((data / "dataset.json").read_text())
+    assert story["finished"] and story["identity"]["dataset_sha256"] == record["content_sha256"]
+    assert story["exported_tau"] == pytest.approx(story["held_out_tau"], rel=0.1)
+    assert list((straight / "tensorboard").glob("events*"))
+    numbers = [step for step, _, _, _ in lineage(straight)]
+    assert numbers == list(range(1, STEPS + 1))
+    epoch = [row for m in metrics(straight) if m.get("epoch") == 0 for row in m["rows"]]
+    assert (
+        len(epoch) == len(set(epoch)) == story["rows"]["rows"] - story["rows"]["held_out"] - story["rows"]["no_anchor"]
+    )
+
+
+def test_sigterm_saves_the_step_and_a_resume_goes_on_bit_by_bit(straight, data, tmp_path):
+    out = tmp_path / "out"
+    run = Forked(args(data, out), tmp_path / "log")
+    run.until(lambda: metrics_steps(out) >= 3)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 143, run.text()
+    stopped = metrics_steps(out)
+    assert 3 <= stopped < STEPS
+    assert (out / "latest").read_text() == f"step-{stopped:06d}\n"
+    end = json.loads((tmp_path / "log.end").read_text())
+    assert (end["exit"], end["reason"]) == (143, "sigterm")
+
+    again = Forked(args(data, out), tmp_path / "log2")
+    assert again.wait() == 0, again.text()
+    assert same_state(out, straight)
+    assert lineage(out) == lineage(straight)
+
+    finished = Forked(args(data, out), tmp_path / "log3")
+    assert finished.wait() == 0
+    assert [line["event"] for line in finished.lines() if line["event"] != "note"] == ["unchanged", "done"]
+
+
+def test_a_resume_may_change_the_split(straight, data, tmp_path):
+    out = tmp_path / "out"
+    run = Forked(args(data, out, split="2+1"), tmp_path / "log")
+    run.until(lambda: metrics_steps(out) >= 3)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 143, run.text()
+    again = Forked(args(data, out, split="colocated:2", checkpoint_every="1h"), tmp_path / "log2")
+    assert again.wait() == 0, again.text()
+    ours, known = state(out), state(straight)
+    for name in known:
+        if name.startswith("master"):
+            assert float((ours[name] - known[name]).norm() / known[name].norm()) < 1e-4, name
+
+
+def kill_once(told, out, log, draw):
+    """Start or go on, and kill a rank or the supervisor: while it loads, or some steps further on."""
+    before, further = metrics_steps(out), draw.choice([0, 1, 1, 2])
+    run = Forked(told, log)
+    if further:
+        run.until(lambda: bool(steps_done(run)))
+        run.until(lambda: metrics_steps(out) >= min(before + further, STEPS - 2))
+    else:
+        run.until(lambda: any(line["event"] == "start" for line in run.lines()) and len(run.ranks()) >= 2)
+    os.kill(draw.choice([*run.ranks(), run.pid]), signal.SIGKILL)
+    assert run.wait(60) in (71, -9), run.text()
+
+
+def test_any_process_may_be_killed_at_any_time(straight, data, tmp_path):
+    """20 kills of ranks and supervisors: every row is once in the lineage of the very same parameters."""
+    out, draw = tmp_path / "out", random.Random(5)
+    told = args(data, out, checkpoint_every="2")
+    for kill in range(KILLS):
+        kill_once(told, out, tmp_path / f"log{kill}", draw)
+    run = Forked(told, tmp_path / "log")
+    assert run.wait() == 0, run.text()
+    assert same_state(out, straight)
+    assert lineage(out) == lineage(straight)
+
+
+def last(run):
+    """The final JSON line."""
+    return run.lines()[-1]
+
+
+def test_a_dead_rank_is_named_at_once(data, tmp_path):
+    run = Forked(args(data, tmp_path / "out", steps=10000), tmp_path / "log")
+    run.until(lambda: bool(steps_done(run)))
+    target = next(iter(sorted(run.ranks())))
+    os.kill(target, signal.SIGKILL)
+    assert run.wait(30) == 71
+    assert last(run)["message"] == "target:0 was killed by SIGKILL"
+    assert "memory" in last(run)["hint"]
+
+
+def test_sigterm_before_the_first_step_has_nothing_to_save(data, tmp_path):
+    run = Forked(args(data, tmp_path / "out"), tmp_path / "log")
+    run.until(lambda: len(run.ranks()) >= 1)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait(30) == 143
+    assert not (tmp_path / "out" / "latest").exists()
+
+
+def refused(told, tmp_path):
+    run = Forked(told, tmp_path / "log")
+    code = run.wait(60)
+    assert "Traceback" not in run.text()
+    return code, last(run).get("message", "")
+
+
+def test_data_that_cannot_be_trained_is_refused_by_name(data, tmp_path):
+    out = tmp_path / "out"
+    assert refused(args(tmp_path / "none", out), tmp_path)[0] == 65
+    bad = tmp_path / "degenerate"
+    shutil.copytree(data, bad)
+    record = json.loads((bad / "dataset.json").read_text())
+    told = record | {"degenerate": True, "reasons": ["87 % of 60 rows have exactly 6 loss tokens"]}
+    (bad / "dataset.json").write_text(json.dumps(told))
+    code, message = refused(args(bad, out), tmp_path)
+    assert code == 65 and "exactly 6 loss tokens" in message
+    spec = record["spec"] | {"tokenizer": {"tokenizer.json": "0" * 64}}
+    (bad / "dataset.json").write_text(json.dumps(record | {"spec": spec}))
+    code, message = refused(args(bad, out), tmp_path)
+    assert code == 78 and "tokenizer.json" in message
+    assert not out.exists()
+
+
+def test_another_training_in_out_is_refused_with_the_difference(straight, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(straight, out)
+    code, message = refused(args(data, out, lr=1e-3), tmp_path)
+    assert code == 78 and "lr is 0.005 there, 0.001 here" in message
+
+
+def test_what_is_no_number_stops_the_run_and_saves_nothing(data, tmp_path):
+    broken = tmp_path / "target"
+    shutil.copytree(target_dir(), broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][:] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    code, message = refused(args(data, out, target=str(broken), split="1+2"), tmp_path)
+    assert code == 76 and message.startswith("step 1: loss nan")
+    assert not (out / "latest").exists()
+
+
+def test_a_full_disk_has_its_own_code(data, tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / f"step-{5:06d}").write_text("in the way")  # a rename over a file fails as a full disk does
+    code, message = refused(args(data, out), tmp_path)
+    assert code == 73 and "step 5" in message
+
+
+def test_flags_that_cannot_be(tmp_path):
+    from trainer.__main__ import main
+
+    for wrong in ("--split=0+1", "--lr=2", "--taps=a", "--schedule=linear", "--checkpoint-every=soon"):
+        told = [*args("d", "o").to_argv(), wrong]
+        assert main(["train", *told]) == 64
+    assert main(["train", "--contract=99", "--dataset=d", "--out=o", "--target=t"]) == 78
