@@ -26,12 +26,16 @@ def _run(verb: str, argv: list[str]) -> int:
         from trainer.supervisor import Supervisor
 
         return Supervisor(train_args).run()
+    elif verb == "pool":
+        from trainer.pool import main as pool
+
+        return pool(argv)
     elif verb == "selfcheck" and len(argv) == 2:
         from trainer.selfcheck import compare
 
         compare(Path(argv[0]), Path(argv[1]))
     else:
-        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, eval, export or selfcheck")
+        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, pool, eval, export or selfcheck")
     return int(Exit.OK)
 
 

@@ -94,7 +94,9 @@ class LocalBackend:
 
     def runs(self) -> list[Known]:
         records = [_read(path) for path in sorted((self.home / "runs").glob("*/run.json"))]
-        known = [Known(r["run"], r["kind"], r["out"], r["jobs"][-1]["job"], float(r["created"])) for r in records if r]
+        needed = {"run", "kind", "out", "jobs", "created"}
+        ours = [record for record in records if record and record.keys() >= needed]
+        known = [Known(r["run"], r["kind"], r["out"], r["jobs"][-1]["job"], float(r["created"])) for r in ours]
         return sorted(known, key=lambda run: (-run.created, run.run))
 
     def snapshot(self, run: str) -> Snapshot | None:
@@ -181,7 +183,8 @@ class LocalBackend:
     def _command(self, submission: Submission) -> list[str]:
         state = self._folder(submission.run) / submission.job
         # -P: a tokenizer.py in the user's directory must not be what runs
-        pool = [sys.executable, "-P", "-m", "tokenizer", "pool"]
+        package = "trainer" if submission.kind == "train" else "tokenizer"
+        pool = [sys.executable, "-P", "-m", package, "pool"]
         return [*pool, "--state", str(state), "--jobs", str(submission.parallelism), *submission.argv]
 
     def _start(self, submission: Submission) -> None:
