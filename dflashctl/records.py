@@ -83,6 +83,8 @@ class Out:
         wanted = [index for index in indexes if index not in self._commits]
         for key, data in self._read_all([commit_name(index) for index in wanted]).items():
             commit = _parse(key, data)
+            if commit.get("index") != int(key.rpartition("/")[2].removesuffix(".json")):
+                raise ApiError(f"`{key}` of OUT is not its commit record", "OUT was written to by something else")
             self._commits[commit["index"]] = commit
         return {index: self._commits[index] for index in sorted(self._commits)}
 

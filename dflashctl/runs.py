@@ -121,12 +121,25 @@ def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, st
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
     unsettled = f"every index has its commit, the dataset is not finalised: {facts.unsettled}" if complete else ""
     if snapshot is None:
-        return "deleted", "its Job is gone, and " + (unsettled or "OUT is not complete")
+        return "deleted", "no Job of it is known here, and " + (unsettled or "OUT is not complete")
     if snapshot.state == "succeeded":
         if complete:
             return "running", unsettled
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
+
+
+def after_refusal(reason: str) -> str:
+    """What may be done about a refused dataset; pure. Malformed lines and degenerate rows are allowed by flags of
+    their own, a dataset without rows by none.
+    """
+    clauses = reason.split("; ")
+    malformed = [clause for clause in clauses if "more than --max-reject" in clause]
+    flags = ["--max-reject FRACTION"] * bool(malformed) + ["--allow-degenerate"] * (len(clauses) > len(malformed))
+    look = "look at it with `dflashctl inspect`, and at the lines below `rejected/`"
+    if "no row is left to train on" in clauses:
+        return f"{look}; no flag finalises a dataset without rows"
+    return f"{look}; `dflashctl resume {' '.join(flags)}` finalises what is kept"
 
 
 def _read_of(index: int, size: int, done: set[int], seen: Mapping[int, Index]) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from dflashctl.backends.base import Known
 from dflashctl.progress import Index, Snapshot
-from dflashctl.runs import Facts, Status, combine
+from dflashctl.runs import Facts, Status, after_refusal, combine
 
 KNOWN = Known("tok-a", "tokenize", "s3://b/out", "tok-a-r2", 1.0)
 COMMIT = {"rows": 10, "tokens": 100, "loss_tokens": 50}
@@ -34,7 +34,7 @@ def facts(**more: Any) -> Facts:
         (facts(), Snapshot("suspended"), "suspended", ""),
         (facts(), Snapshot("stuck", "ImagePullBackOff"), "stuck", "ImagePullBackOff"),
         (facts(commits={0: COMMIT}), Snapshot("failed", "index 1: bad"), "failed", "index 1: bad"),
-        (facts(commits={0: COMMIT}), None, "deleted", "its Job is gone, and OUT is not complete"),
+        (facts(commits={0: COMMIT}), None, "deleted", "no Job of it is known here, and OUT is not complete"),
         (facts(), Snapshot("deleted", "the Job is gone"), "deleted", "the Job is gone"),
         (facts(commits=BOTH, refused={"reasons": ["a", "b"]}), Snapshot("succeeded"), "refused", "a; b"),
         (facts(commits=BOTH, refused={"reasons": ["a"]}), None, "refused", "a"),
@@ -51,6 +51,22 @@ def facts(**more: Any) -> Facts:
 def test_the_state(facts: Facts, snapshot: Snapshot | None, state: str, reason: str) -> None:
     seen = status(facts, snapshot)
     assert seen.state == state and reason in seen.reason and bool(reason) == bool(seen.reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("83% of 9 rows learn the same text: 'ok'", "`dflashctl resume --allow-degenerate` finalises"),
+        ("1 of 2 lines are malformed, more than --max-reject 0.01 allows (x 1)", "`dflashctl resume --max-reject FRAC"),
+        (
+            "a; 1 of 2 lines are malformed, more than --max-reject 0 allows (x 1)",
+            "FRACTION --allow-degenerate` finalis",
+        ),
+        ("no row is left to train on", "no flag finalises"),
+    ],
+)
+def test_a_refusal_names_the_flag_that_allows_it(reason: str, words: str) -> None:
+    assert words in after_refusal(reason)
 
 
 def test_counts_are_of_commits_and_of_what_runs() -> None:

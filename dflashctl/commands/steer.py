@@ -66,7 +66,7 @@ def add(app: typer.Typer) -> None:
         backend, known, out = opened(session, run)
         now, _ = look(backend, known, out)
         if now.state in ENDED or now.state == "suspended":
-            show.say(f"run {known.run} is {now.state} already")
+            show.say(f"run {known.run} is {now.state} already" + (f": {now.reason}" if now.reason else ""))
         else:
             backend.stop(known.run)
             now, _ = look(backend, known, out)
@@ -107,12 +107,12 @@ def add(app: typer.Typer) -> None:
 
 def _of_out(state: str, reason: str, run: str) -> list[Cause]:
     """What no pod can tell: the dataset was refused by its gate."""
+    from dflashctl.runs import after_refusal
     from dflashctl.why import Cause
 
     if state != "refused":
         return []
-    remedy = "look at it with `dflashctl inspect`; `dflashctl resume --allow-degenerate` finalises what is kept"
-    return [Cause("Refused", reason, remedy, 100)]
+    return [Cause("Refused", reason, after_refusal(reason), 100)]
 
 
 def _lines(run: str, state: str, causes: list[Cause]) -> list[str]:
