@@ -41,9 +41,15 @@ class Placing:
     registry: str = ""
 
     def flags(self, last: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that differ from the defaults, by name: what is set now over what the run's `last` Job had."""
-        kept = {key: last[key] for key in PLACE if last.get(key)}
-        return kept | {k: v.value for k in PLACE if (v := self.values.get(k)) and v.origin != "default" and v.value}
+        """What is set, by name, of the next Job: whatever was said last, here or for the run's `last` Job.
+
+        A flag is said now; a file or a variable is, where it differs from what it was then (kept as `settings`).
+        """
+        told = {k: v for k in PLACE if (v := self.values.get(k)) and v.origin != "default" and v.value}
+        settings = {k: v.value for k, v in told.items() if not v.origin.startswith("--")}
+        before = last.get("settings") or {}
+        now = {k: v.value for k, v in told.items() if k not in settings or before.get(k) != v.value}
+        return {k: last[k] for k in PLACE if last.get(k)} | now | {"settings": {**before, **settings}}
 
     def place(self, kind: str, flags: Mapping[str, Any]) -> Place:
         """Raises UsageError for a node profile that is not there or a variable that is no text."""

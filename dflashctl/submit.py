@@ -194,7 +194,8 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
 
 def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: Sequence[RunRecord]) -> None:
     """Raises TakenError, naming the field or the key, unless OUT's plan is the one that was prepared."""
-    mine = prepared.plan.spec if shards is not None else replace(prepared.plan.spec, shards=there.spec.shards)
+    given = shards is not None and shards != there.spec.shards  # fewer files than shards: the files differ, not those
+    mine = prepared.plan.spec if given else replace(prepared.plan.spec, shards=there.spec.shards)
     uri, hint = prepared.out.uri, "choose another --out"
     if difference := spec_difference(mine, there.spec):
         raise TakenError(f"OUT `{uri}` belongs to another spec: {difference}", hint)
@@ -253,6 +254,9 @@ def resume(
         repinned,
         dropped,
     )
+    if missing:
+        job = plans.job_name(known.run, (record.run for record in records))
+        backend.check(submission(known.run, job, out.uri, missing, operation))
     return _start(known.run, out, plan, records, operation, backend, say)
 
 
@@ -266,7 +270,6 @@ def _start(
     known = Known(run, "tokenize", out.uri, job, 0.0)
     if not missing and records and operation.gate == newest_gate(records):
         return Started(known, out, "settled")
-    backend.check(submission(run, job, out.uri, missing or range(len(plan.batches)), operation))
     _, remark = plans.clamp_parallelism(operation.parallelism, len(missing) or len(plan.batches))
     if remark:
         say(remark)

@@ -116,7 +116,9 @@ def test_a_bad_file_fails_its_index_alone(site: Site, story: Story) -> None:
     assert (seen["run"], seen["kind"], seen["state"], seen["queue"]) == (story.run, "tokenize", "failed", "")
     assert seen["reason"] == "FailedIndexes"
     assert seen["indexes"] == {"total": INDEXES, "succeeded": INDEXES - 1, "active": 0, "failed": [BAD]}
-    assert story.status.code == 0 and site.ctl(story.cwd, "wait", story.run).code == 0  # mended since
+    assert (
+        story.status.code == 0 and site.ctl(story.cwd, "wait", story.run, "--timeout", "9s").code == 0
+    )  # mended since
 
 
 def test_the_causes_name_the_file_and_the_remedy(story: Story) -> None:
@@ -192,7 +194,7 @@ def test_tokenize_exactly_as_typed(site: Site, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "parallelism 64 is clamped to the 1 shard" in done.err and "12" in done.out
     assert site.ctl(cwd, "status", "-o", "json").json()["state"] == "succeeded"
-    assert site.ctl(cwd, "wait").code == 0
+    assert site.ctl(cwd, "wait", "--timeout", "9s").code == 0
     followed = site.ctl(cwd, "logs", "-f", "--grep", "committed")
     assert followed.code == 0 and followed.out.count("committed") == 1
 
@@ -294,7 +296,7 @@ def test_ctrl_c_stop_resume_scale_and_rm(site: Site, tmp_path: Path) -> None:
     assert removed.code == 0 and site.of(run) == [] and open_store(f"{site.bucket}/steered-out").stat("plan.json")
     gone = site.ctl(cwd, "status", run, "-o", "json")
     assert gone.code == 0 and gone.json()["state"] == "deleted"
-    assert site.ctl(cwd, "wait", run).code == 3
+    assert site.ctl(cwd, "wait", run, "--timeout", "9s").code == 3
     again = site.ctl(cwd, "tokenize", "--parallelism", "3", "--detach")
     assert again.code == 0, again.err
     attached = site.ctl(cwd, "tokenize", "-o", "json")
@@ -415,7 +417,8 @@ def test_no_line_is_lost_or_doubled_by(site: Site, fault: str) -> None:
         double.rotate_token()
     else:
         double.cluster.refuse = [503] * 5 + [429, 500]
-    rest, err = process.communicate(timeout=60)
+    rest = process.stdout.read()  # not communicate(): it would pass by what readline() has buffered
+    _, err = process.communicate(timeout=60)
     got = [line.rstrip("\n").partition("] ")[2] for line in [*lines, *rest.splitlines()]]
     assert process.returncode == 0, err
     assert got == [f"line {i} \u00fc\u6f22\U0001f600" for i in range(300)] + ["7", "last without newline"]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflashctl import show
 from dflashctl.backends.base import BACKENDS, Backend
 from dflashctl.config import Settings
 from dflashctl.errors import UsageError
@@ -45,13 +44,3 @@ def cluster(settings: Settings, kind: str, flags: Mapping[str, Any]) -> KubeBack
     namespace = str(top["namespace"].value or known.get(context) or "default")
     placing = Placing(settings.section(kind, flags), settings.sections, str(top["registry"].value or ""))
     return KubeBackend(lambda: Api(context or None), context, namespace, placing, Path.cwd() / ".dflash" / "kube")
-
-
-def warn_of_tag(job: Mapping[str, Any]) -> None:
-    """A tag can mean another image tomorrow: said, and no reason to stop. `job`: as `Backend.render` gives it."""
-    from dflashctl.place import by_digest
-
-    for container in job.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
-        if not by_digest(container["image"]):
-            text = f"image `{container['image']}` is a tag, it may mean another image tomorrow"
-            show.warn(text, "name it as REF@sha256:...")

@@ -17,11 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dflashctl import show
 from dflashctl.backends.base import Known, LogLine, Submission
 from dflashctl.backends.kube import Api, Refused
 from dflashctl.backends.podlogs import LogReader, each
 from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
-from dflashctl.place import Place, Placing
+from dflashctl.place import Place, Placing, by_digest
 from dflashctl.progress import QUEUE_LABEL, Object, Snapshot, fold, own_pods, parse_ranges, pod_index
 from dflashctl.render import Run, base, render
 from dflashctl.why import Cause, why
@@ -78,6 +79,13 @@ def attempt(job: Object) -> int:
     return int(name[len(run) + 2 :] or 1) if name != run else 1
 
 
+def warn_of_tag(job: Object) -> None:
+    """A tag can mean another image tomorrow: said, and no reason to stop."""
+    image = job["spec"]["template"]["spec"]["containers"][0]["image"]
+    if not by_digest(image):
+        show.warn(f"image `{image}` is a tag, it may mean another image tomorrow", "name it as REF@sha256:...")
+
+
 class KubeBackend:
     """Implements `base.Backend` on one namespace; the API is connected to when it is first needed."""
 
@@ -113,6 +121,7 @@ class KubeBackend:
     def check(self, submission: Submission) -> None:
         """The API server's own verdict (`--dry-run=server`); nothing is kept there."""
         job = self.render(submission)
+        warn_of_tag(job)
         try:
             self.api.create(self._jobs, job, dry_run=True)
         except Refused as error:

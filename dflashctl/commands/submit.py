@@ -200,14 +200,15 @@ def add(app: typer.Typer) -> None:
 def _dry_run(session: Session, declaration: Declaration, name: str | None, backend: Backend, side: str) -> int:
     """Print the submission; `client` with --shards asks neither the input nor the model."""
     from dflashctl import submit
-    from dflashctl.backends.choice import warn_of_tag
+    from dflashctl.backends.cluster import warn_of_tag
 
     if side == "client" and declaration.shards is not None:
         document = submit.declared(declaration, name, backend)
     else:
         prepared = submit.prepare(declaration, name, show.say)
         document = submit.planned(prepared, declaration, backend, ask_server=side == "server")
-    warn_of_tag(document["job"])
+    if backend.name == "kube" and side == "client":
+        warn_of_tag(document["job"])
     if backend.name == "kube" and session.output in ("table", "wide", "yaml"):
         show.out(manifest(document["job"]))
         return 0
@@ -252,14 +253,17 @@ def _follow(done: Started, backend: Backend, detach: bool) -> str:
     from dflashctl import follow
 
     status = follow.watch(backend, known, done.out, follow.Patience(STUCK_S, ("suspended",)).over)
-    if status.reason:
-        show.fail(f"run {known.run} {status.state}: {status.reason}", _hint(status.state, known.run))
+    if status.state != "succeeded":
+        text = f"run {known.run} {status.state}" + (f": {status.reason}" if status.reason else "")
+        show.fail(text, _hint(status.state, known.run, status.reason))
     return status.state
 
 
-def _hint(state: str, run: str) -> str:
+def _hint(state: str, run: str, reason: str) -> str:
     if state == "refused":
-        return "look at it with `dflashctl inspect`; `dflashctl resume --allow-degenerate` finalises what is kept"
+        from dflashctl.runs import after_refusal
+
+        return after_refusal(reason)
     if state == "suspended":
         return f"go on with `dflashctl resume {run}`"
     if state == "stuck":

@@ -81,7 +81,8 @@ def add(app: typer.Typer) -> None:
         One pod, target and drafter ranks side by side. So far the Job is rendered and checked, not submitted.
         """
         from dflashctl import training
-        from dflashctl.backends.choice import cluster, warn_of_tag
+        from dflashctl.backends.choice import cluster
+        from dflashctl.backends.cluster import warn_of_tag
         from dflashctl.render import to_yaml
 
         flags: dict[str, Any] = {
@@ -115,7 +116,6 @@ def add(app: typer.Typer) -> None:
         args = training.declare(backend.placing.values, allow_degenerate, profile)
         job = training.submission(args, training.run_name(args, name), place)
         rendered = backend.render(job)
-        warn_of_tag(rendered)
         if dry_run is None:
             raise UsageError(
                 "training cannot be started by this release: its image has no training loop yet",
@@ -123,6 +123,8 @@ def add(app: typer.Typer) -> None:
             )
         if dry_run == "server":
             backend.check(job)
+        else:
+            warn_of_tag(rendered)
         if session.output in ("table", "wide", "yaml"):
             show.out(to_yaml([rendered]).rstrip("\n"))
         else:

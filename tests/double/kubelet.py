@@ -98,6 +98,10 @@ class Kubelet:
         with self.cluster.lock:
             if meta.get("deletionTimestamp"):
                 return
+            if phase(pod) in ("Succeeded", "Failed"):  # nothing is left to end
+                if delete:
+                    self.cluster.drop("pods", pod)
+                return
             grace = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
             ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace)
             meta["deletionTimestamp"] = ends.strftime("%Y-%m-%dT%H:%M:%SZ")
