@@ -15,7 +15,7 @@ from typing import Any
 
 from dflashctl import listing, show
 from dflashctl import plan as plans
-from dflashctl.errors import ApiError, PreflightError
+from dflashctl.errors import ApiError, PreflightError, UsageError
 from dflashctl.model import resolve_model
 from dflashctl.records import PATIENT
 from tokenizer.job import Exit, PreviewArgs
@@ -26,6 +26,8 @@ MOST_OBJECTS = 200  # that are looked through for rows: they travel in one argum
 
 def show_rows(declaration: plans.Declaration, number: int, output: str) -> int:
     """Print the first `number` rows and rejects of the input; with -o json as one array. Returns the exit code."""
+    if number < 1:
+        raise UsageError(f"`--preview` {number} is below 1")
     found = listing.find(declaration.inputs, declaration.batch_inputs, NO_OUT, PATIENT)
     model = resolve_model(declaration.model, PATIENT)
     requests = sorted({o.key for objects in found.batch_inputs.values() for o in objects})
