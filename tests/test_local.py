@@ -244,6 +244,24 @@ def test_ctrl_c_while_a_pool_starts_is_said(tmp_path: Path, monkeypatch: pytest.
         LocalBackend(tmp_path).submit(Submission("r", "r", "out", (), (0,), 1))
 
 
+def test_a_local_record_of_something_else_is_left_out(tmp_path: Path) -> None:
+    for name, text in (("a", "{"), ("b", '{"run": "b"}')):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text(text)
+    assert LocalBackend(tmp_path).runs() == []
+
+
+def test_a_stopped_run_tells_whoever_follows_it_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
+    args = ["tokenize", str(corpus), "--out", "out", "--model", str(tiny_dir()), "--shards", "4", "--workers", "1"]
+    follower = subprocess.Popen(
+        command(*args), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: list(tmp_path.glob(".dflash/runs/*/run.json")) and running(tmp_path))
+    assert ctl(tmp_path, "stop").code == 0
+    _, err = follower.communicate(timeout=60)
+    assert follower.returncode == 3 and "suspended" in err and "`dflashctl resume tok-out-" in err, err
+
+
 # ---- the fold, pure
 
 
