@@ -83,6 +83,25 @@ def test_another_input_exits_5_naming_the_key(done: Path, tmp_path: Path) -> Non
     assert refused.code == 5 and "more.jsonl" in refused.err
 
 
+def test_a_removed_input_exits_5_naming_the_key_and_not_the_shards(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 3, 8)
+    assert tokenize(tmp_path, "in", "out", "--shards", "3").code == 0
+    (tmp_path / "in" / "part-001.jsonl").unlink()
+    taken = tokenize(tmp_path, "in", "out", "--shards", "3")
+    assert taken.code == 5 and "part-001.jsonl` of the plan is no longer there" in taken.err, taken.err
+    assert tokenize(tmp_path, "in", "out", "--shards", "2").code == 5
+
+
+def test_a_commit_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", 1, 8)
+    assert tokenize(tmp_path, "in", "out").code == 0
+    (tmp_path / "out" / "dataset.json").unlink()
+    (tmp_path / "out" / "commits" / "00000.json").write_text("{}")
+    for verb in (["status"], ["inspect", "./out"], ["resume"]):
+        failed = ctl(tmp_path, *verb)
+        assert failed.code == 1 and "`commits/00000.json` of OUT is not its commit record" in failed.err, failed.err
+
+
 def test_a_name_of_another_out_exits_5(done: Path) -> None:
     run = json.loads((done / "first.json").read_text())["run"]
     refused = tokenize(done, "in", "elsewhere", "--name", run)
@@ -148,6 +167,9 @@ def test_preview_marks_what_is_learnt(done: Path) -> None:
         f"{answer(i)}<|im_end|>" for i in range(2)
     ]
     assert not (done / "unused").exists()
+    for none in ("0", "-1"):
+        refused = tokenize(done, "in", "unused", "--preview", none)
+        assert refused.code == 2 and f"`--preview` {none} is below 1" in refused.err
 
 
 def test_dry_run_with_shards_asks_nothing(tmp_path: Path) -> None:
