@@ -230,6 +230,14 @@ def test_a_name_that_is_not_utf8_is_one_clear_error(tmp_path: Path) -> None:
     assert failed.code == 4 and r"in/a\udcff.jsonl` is not UTF-8" in failed.err, failed.err
 
 
+def test_logs_as_one_object(done: Path) -> None:
+    document = ctl(done, "logs", "--index", "0", "--grep", "committed", "-o", "json").json()
+    assert list(document) == ["schema", "run", "lines"] and document["schema"] == "dflash.logs/1"
+    assert [line["index"] for line in document["lines"]] == [0]
+    assert json.loads(document["lines"][0]["text"])["event"] == "committed"
+    assert ctl(done, "logs", "--failed", "-o", "json").json()["lines"] == []
+
+
 @pytest.mark.parametrize("place", ["dflashctl.show", "tokenizer.job"])
 def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path, place: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS.format(place))

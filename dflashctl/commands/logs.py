@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,7 +39,7 @@ def add(app: typer.Typer) -> None:
     ) -> int:
         """Print what a run's indexes said.
 
-        Each line bears its index unless one alone was asked for.
+        Each line bears its index unless one alone was asked for; -o json prints one object at the end.
         """
         from dflashctl import plan
         from dflashctl.runs import look
@@ -55,13 +55,22 @@ def add(app: typer.Typer) -> None:
             indexes = sorted(broken if indexes is None else broken & set(indexes))
         alone = indexes is not None and len(indexes) == 1
         some = False
+        as_object = session.output in ("json", "yaml")
+        kept: list[dict[str, Any]] = []
         try:
             for line in _lines(backend, known, out, indexes, previous, follow_, no_wait or failed or previous):
                 some = True
-                if pattern.search(line.text) and (role is None or line.text.startswith(f"[{role}:")):
+                if not pattern.search(line.text) or (role is not None and not line.text.startswith(f"[{role}:")):
+                    continue
+                if as_object:
+                    kept.append({"index": line.index, "text": line.text})
+                else:
                     show.out(("" if alone else f"[{line.index}] ") + show.printable(line.text))
         except KeyboardInterrupt:
             raise Detached(f"detached, run `{known.run}` goes on") from None
+        if as_object and (some or not no_wait):
+            document = {"schema": "dflash.logs/1", "run": known.run, "lines": kept}
+            show.emit(document, session.output, list, known.run)
         if some:
             return 0
         if no_wait:
