@@ -21,8 +21,8 @@ EVERY = 10.0  # seconds between two progress lines without a terminal
 
 
 def say(text: str) -> None:
-    """One line of talk."""
-    print(text, file=sys.stderr, flush=True)
+    """One line of talk; names in it come from data, and cannot drive the terminal."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def out(text: str) -> None:
@@ -32,18 +32,18 @@ def out(text: str) -> None:
 
 def warn(text: str, hint: str = "") -> None:
     """Something the user should know although the command goes on."""
-    say(
-        f"{paint('warning', YELLOW, sys.stderr)}: {text}"
-        + (f"\n{paint('hint', DIM, sys.stderr)}: {hint}" if hint else "")
-    )
+    _marked("warning", YELLOW, text, hint)
 
 
 def fail(message: str, hint: str = "") -> None:
     """The last words of a command that fails."""
-    say(
-        f"{paint('error', RED, sys.stderr)}: {message}"
-        + (f"\n{paint('hint', DIM, sys.stderr)}: {hint}" if hint else "")
-    )
+    _marked("error", RED, message, hint)
+
+
+def _marked(word: str, colour: str, text: str, hint: str) -> None:
+    lines = f"{paint(word, colour, sys.stderr)}: {printable(text)}"
+    lines += f"\n{paint('hint', DIM, sys.stderr)}: {printable(hint)}" if hint else ""
+    print(lines, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO) -> bool:

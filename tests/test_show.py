@@ -155,3 +155,12 @@ def test_talk_has_its_label_and_the_hint_its_line(capsys: pytest.CaptureFixture[
     show.warn("odd", "do this")
     show.fail("broken")
     assert capsys.readouterr().err == "warning: odd\nhint: do this\nerror: broken\n"
+
+
+def test_talk_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for talk in (show.say, show.warn, show.fail):
+        talk("a\x1b[2J [3] \udcff")
+    show.fail("x", "b\x07")
+    err = capsys.readouterr().err
+    assert "\x1b" not in err and "\x07" not in err
+    assert err.count(r"a\x1b[2J [3] \udcff") == 3 and r"hint: b\x07" in err
