@@ -84,7 +84,7 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     total = len(facts.sizes) or (snapshot.total if snapshot else 0)
     counted: list[Mapping[str, Any]] = [*facts.commits.values()]
     counted += [index.message for i, index in seen.items() if i not in facts.commits]
-    state, reason = _state(facts, snapshot, total)
+    state, reason = _state(known.kind, facts, snapshot, total)
     live = snapshot is not None and state in LIVE
     totals = facts.dataset or {}
     return Status(
@@ -109,7 +109,7 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     )
 
 
-def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
+def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
     if facts.dataset is not None:
         return "succeeded", ""
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
@@ -122,7 +122,7 @@ def _state(facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, st
     unsettled = f"every index has its commit, the dataset is not finalised: {facts.unsettled}" if complete else ""
     if snapshot is None:
         return "deleted", "no Job of it is known here, and " + (unsettled or "OUT is not complete")
-    if snapshot.state == "succeeded":
+    if snapshot.state == "succeeded" and kind == "tokenize":
         if complete:
             return "running", unsettled
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"

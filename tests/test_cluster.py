@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster_fixtures import SECRET, Site, site, until  # noqa: F401
+from cluster_fixtures import *  # noqa: F403
+from cluster_fixtures import SECRET, Site, until
 from job_fixtures import contents, write_corpus
-from s3_fixtures import s3_server  # noqa: F401
 
 from tokenizer.job import Exit
 from tokenizer.store import open_store
 
 pytestmark = pytest.mark.s3
+MINE = {"app.kubernetes.io/managed-by": "dflashctl", "app.kubernetes.io/component": "train"}
 INDEXES, OOM, BAD = 64, 3, 5
 STATUS = ["schema", "run", "kind", "state", "reason", "queue", "indexes", "rows", "tokens"]
 
@@ -167,7 +168,7 @@ def test_the_same_again_is_unchanged(site: Site, story: Story) -> None:
     assert [r["run"] for r in site.ctl(story.cwd, "ls", "-o", "json").json()["runs"]][:1] == [story.run]
 
 
-def test_no_secret_is_anywhere(site: Site, story: Story, s3_server: Any) -> None:  # noqa: F811
+def test_no_secret_is_anywhere(site: Site, story: Story, s3_server: Any) -> None:
     marker = s3_server.env()["AWS_SECRET_ACCESS_KEY"]
     rendered = site.ctl(story.cwd, "tokenize", "--dry-run=client").out
     assert f"name: {SECRET}" in rendered
@@ -267,8 +268,8 @@ def test_contexts(site: Site, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stop_resume_scale_and_rm(site: Site, tmp_path: Path) -> None:
-    raw = upload(site, tmp_path / "in", "steered", 6, 2000)
-    cwd = site.settings(input=[raw], out=f"{site.bucket}/steered-out", shards=6)
+    raw = upload(site, tmp_path / "in", "steered", 12, 500)
+    cwd = site.settings(input=[raw], out=f"{site.bucket}/steered-out", shards=12)
     argv, env = site.command("tokenize", "--parallelism", "1")
     process = subprocess.Popen(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -282,15 +283,15 @@ def test_ctrl_c_stop_resume_scale_and_rm(site: Site, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=30)
     took = time.monotonic() - asked
     assert process.returncode == 130 and "goes on" in err and out == "", err
-    assert took < 1.0
+    assert took < 3.0  # a second where the machine is not busy with the rest of the suite
     run = site.ctl(cwd, "ls", "-o", "name").out.split()[0]
-    assert site.ctl(cwd, "wait", "--timeout", "0s").code == 124
-    scaled = site.ctl(cwd, "scale", run, "--parallelism", "2")
-    assert scaled.code == 0 and site.of(run)[0]["spec"]["parallelism"] == 2
-    assert site.ctl(cwd, "scale", run, "--parallelism", "0").code == 2
     stopped = site.ctl(cwd, "stop", "-o", "json")
     assert stopped.code == 0 and stopped.json()["state"] == "suspended", stopped.err
     assert site.ctl(cwd, "status", "-o", "json").json()["state"] == "suspended"
+    scaled = site.ctl(cwd, "scale", run, "--parallelism", "2")
+    assert scaled.code == 0 and site.of(run)[0]["spec"]["parallelism"] == 2
+    assert site.ctl(cwd, "scale", run, "--parallelism", "0").code == 2
+    assert site.ctl(cwd, "wait", "--timeout", "0s").code == 124
     assert not [p for p in site.pods_of(run) if (p.get("status") or {}).get("phase") == "Running"]
     removed = site.ctl(cwd, "rm", run)
     assert removed.code == 0 and site.of(run) == [] and open_store(f"{site.bucket}/steered-out").stat("plan.json")
@@ -300,19 +301,20 @@ def test_ctrl_c_stop_resume_scale_and_rm(site: Site, tmp_path: Path) -> None:
     again = site.ctl(cwd, "tokenize", "--parallelism", "3", "--detach")
     assert again.code == 0, again.err
     attached = site.ctl(cwd, "tokenize", "-o", "json")
-    assert attached.code == 0 and attached.json()["rows"] == 12000, attached.err
+    assert attached.code == 0 and attached.json()["rows"] == 6000, attached.err
     assert [j["metadata"]["name"] for j in site.of(run)] == [f"{run}-r2"]
 
 
 def test_a_suspended_run_goes_on_in_the_same_job(site: Site, tmp_path: Path) -> None:
-    raw = upload(site, tmp_path / "in", "paused", 2, 2000)
-    cwd = site.settings(input=[raw], out=f"{site.bucket}/paused-out", shards=2)
+    raw = upload(site, tmp_path / "in", "paused", 8, 250)
+    cwd = site.settings(input=[raw], out=f"{site.bucket}/paused-out", shards=8, parallelism=1)
     assert site.ctl(cwd, "tokenize", "--detach").code == 0
     assert site.ctl(cwd, "stop").code == 0
     run = site.ctl(cwd, "ls", "-o", "name").out.split()[0]
     job = site.of(run)[0]["metadata"]["uid"]
+    assert site.ctl(cwd, "scale", run, "--parallelism", "8").code == 0
     resumed = site.ctl(cwd, "resume", "-o", "json")
-    assert resumed.code == 0 and resumed.json()["rows"] == 4000, resumed.err
+    assert resumed.code == 0 and resumed.json()["rows"] == 2000, resumed.err
     assert site.of(run)[0]["metadata"]["uid"] == job
 
 
@@ -358,85 +360,3 @@ def test_no_permission_is_preflight_and_nothing_is_written(site: Site, tmp_path:
         double.cluster.refuse_writes = None
     assert denied.code == 4 and "Role" in denied.err
     assert open_store(f"{site.bucket}/denied-out").stat("plan.json") is None
-
-
-# ---- logs
-
-
-CHATTER = """
-import sys, time
-for i in range(300):
-    text = f"line {i} \\u00fc\\u6f22\\U0001f600".encode()
-    sys.stdout.buffer.write(text[:-2]); sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(text[-2:] + b"\\n"); sys.stdout.buffer.flush()
-    time.sleep(0.01)
-sys.stdout.buffer.write(b"7\\nlast without newline"); sys.stdout.buffer.flush()
-"""
-
-
-def chatter(site: Site, name: str, indexes: int) -> None:
-    """A Job that prints 302 lines a pod, labelled as a run of ours."""
-    [job] = yaml.safe_load_all(
-        site.ctl(
-            site.settings(input=["s3://x/in"], out="s3://x/out", shards=indexes), "tokenize", "--name", name, "--parallelism",
-            str(indexes), "--dry-run=client",
-        ).out
-    )  # fmt: skip
-    container = job["spec"]["template"]["spec"]["containers"][0]
-    container |= {"command": ["python", "-c", CHATTER], "args": []}
-    site.api.create(site.jobs, job)
-
-
-def test_every_line_of_many_pods_once_and_whole(site: Site) -> None:
-    chatter(site, "chatter", 8)
-    cwd = site.settings(input=["s3://x/in"], out="/nonexistent/out")
-    followed = site.ctl(cwd, "logs", "chatter", "-f")
-    wanted = [f"line {i} \u00fc\u6f22\U0001f600" for i in range(300)] + ["7", "last without newline"]
-    assert followed.code == 0, followed.err
-    for index in range(8):
-        mine = [line.partition("] ")[2] for line in followed.out.splitlines() if line.startswith(f"[{index}] ")]
-        assert mine == wanted
-    some = site.ctl(cwd, "logs", "chatter", "--index", "2,5-6", "--grep", "line 7 ")
-    assert [line[:3] for line in some.out.splitlines()] == ["[2]", "[5]", "[6]"]
-    assert site.ctl(cwd, "logs", "chatter", "--index", "2").out.splitlines() == wanted
-
-
-@pytest.mark.parametrize("fault", ["cut", "token", "unavailable"])
-def test_no_line_is_lost_or_doubled_by(site: Site, fault: str) -> None:
-    double = site.needs_double("cut a stream, expire a token or be unavailable")
-    name = f"faulty-{fault}"
-    chatter(site, name, 1)
-    argv, env = site.command("logs", name, "-f")
-    cwd = site.settings(input=["s3://x/in"], out="/nonexistent/out")
-    process = subprocess.Popen(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(20)]
-    if fault == "cut":
-        double.cluster.cut_logs_after = 0
-    elif fault == "token":
-        double.rotate_token()
-    else:
-        double.cluster.refuse = [503] * 5 + [429, 500]
-    rest = process.stdout.read()  # not communicate(): it would pass by what readline() has buffered
-    _, err = process.communicate(timeout=60)
-    got = [line.rstrip("\n").partition("] ")[2] for line in [*lines, *rest.splitlines()]]
-    assert process.returncode == 0, err
-    assert got == [f"line {i} \u00fc\u6f22\U0001f600" for i in range(300)] + ["7", "last without newline"]
-
-
-def test_an_expired_token_that_nobody_renews_ends_with_a_hint(site: Site) -> None:
-    double = site.needs_double("expire a token")
-    cwd = site.settings(input=["in"], out="out")
-    token = double.cluster.token
-    double.rotate_token(renew=False)
-    try:
-        refused = site.ctl(cwd, "ls")
-    finally:
-        double.cluster.token = token
-    assert refused.code == 1 and "log in" in refused.err and token not in refused.err
-
-
-def test_odd_words_of_a_server_are_printed_as_they_are(site: Site) -> None:
-    cwd = site.settings(input=["in"], out="out")
-    refused = site.ctl(cwd, "status", "index [3] of s3:b/k[/x] failed, taps [1, 16]")
-    assert refused.code != 0 and "[3] of s3:b/k[/x] failed, taps [1, 16]" in refused.err
