@@ -231,7 +231,16 @@ def test_what_ended_the_pool_itself_is_why(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
     assert tokenize(tmp_path, "in", "out", DFLASH_SCRATCH=str(tmp_path / "full" / "x")).code == 3
     (cause,) = ctl(tmp_path, "why", "-o", "json").json()["causes"]
-    assert str(tmp_path / "full" / "x") in cause["message"] and "resume" in cause["remedy"]
+    assert str(tmp_path / "full" / "x") in cause["message"]
+    assert "DFLASH_SCRATCH" in cause["remedy"] and "resume" in cause["remedy"]
+    assert tokenize(tmp_path, "in", "out").code == 0
+    (tmp_path / "out" / "dataset.json").unlink()
+    (tmp_path / "out" / "commits" / "00000.json").unlink()
+    (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert ctl(tmp_path, "resume").code == 3
+    (cause,) = ctl(tmp_path, "why", "-o", "json").json()["causes"]
+    assert cause["remedy"] == "run the same `dflashctl tokenize` again"
+    assert tokenize(tmp_path, "in", "out").code == 0
 
 
 def test_ctrl_c_while_a_pool_starts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

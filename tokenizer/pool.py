@@ -56,10 +56,10 @@ class Pool:
         self.ending = Ending()
         (state / "logs").mkdir(parents=True, exist_ok=True)
 
-    def say(self, state: str, reason: str = "") -> None:
+    def say(self, state: str, reason: str = "", hint: str = "") -> None:
         ended = now() if state != "running" else None
-        record = {"pid": os.getpid(), "state": state, "reason": reason, "started": self.started, "ended": ended}
-        write(self.state / "pool.json", record)
+        record = {"pid": os.getpid(), "state": state, "reason": reason, "hint": hint}
+        write(self.state / "pool.json", {**record, "started": self.started, "ended": ended})
 
     def run(self) -> None:
         """All indexes of the run; JobError for what ends a run, DATA where indexes failed."""
@@ -102,6 +102,7 @@ class Pool:
             index, failures = self.running.pop(pid)
             code = os.waitstatus_to_exitcode(status)
             reason = self._reason(index) if code > 0 else f"ended by signal {-code}" if code else ""
+            code = 128 - code if code < 0 else code  # as a container tells it: SIGKILL is 137
             if code == Exit.OK:
                 self._index(index, state="succeeded", exit=0)
             elif code in STOPS_RUN:
@@ -233,7 +234,7 @@ def _ended(pool: Pool, log: Log, body: Callable[[], None]) -> int:
     except BaseException as error:
         code, text, hint, _ = workers.describe(error)
         log.say("failed", level="error", message=text, hint=hint, exit=int(code))
-        pool.say("failed", text)
+        pool.say("failed", text, hint)
         return int(code)
     pool.say("succeeded")
     return int(Exit.OK)

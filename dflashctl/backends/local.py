@@ -168,7 +168,11 @@ class LocalBackend:
             return []
         causes = of_indexes(snapshot.indexes)
         if snapshot.state == "failed" and not snapshot.failed:  # what ended the pool itself is no index's
-            causes.insert(0, Cause("PoolFailed", snapshot.reason, f"mend it, then `dflashctl resume {run}`", 100))
+            record = _read(self._folder(run) / "run.json") or {"jobs": [{"job": ""}]}
+            hint = (_read(self._folder(run) / record["jobs"][-1]["job"] / "pool.json") or {}).get("hint")
+            again = f"`dflashctl resume {run}`"
+            remedy = hint if hint and "dflashctl" in hint else f"{hint}, then {again}" if hint else again
+            causes.insert(0, Cause("PoolFailed", snapshot.reason, remedy, 100))
         return causes
 
     def bundle(self, run: str) -> dict[str, Any]:
