@@ -321,9 +321,9 @@ def test_a_bug_is_one_line_with_its_place_and_the_traceback_is_in_the_log(tmp_pa
 
 
 def test_a_killed_worker_is_75_and_said(tmp_path: Path) -> None:
-    source = str(write_corpus(tmp_path / "in", 1, 3))
+    source = str(write_corpus(tmp_path / "in", 2, 3))
     _, args, _ = prepare(str(tmp_path / "out"), source)
-    argv = ["--index", "0", *args.to_argv()]
+    argv = ["--index", "0", *args.to_argv(), "--workers", "2"]  # one alone would be the pod itself
     code = (
         "import os, tokenizer.index as i, tokenizer.pod as p\n"
         f"i.convert_object = lambda *a: os.kill(os.getpid(), 9)\nraise SystemExit(p.main({argv!r}))"
