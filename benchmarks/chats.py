@@ -14,6 +14,7 @@ import json
 import random
 import sysconfig
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 ROWS_PER_FILE = 500
@@ -91,9 +92,10 @@ def chats(count: int, seed: int = 7) -> Iterator[dict[str, object]]:
     rnd = random.Random(seed)
     roots = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
     found = sorted({path for root in roots for path in root.rglob("*") if path.is_file()})
-    code = Texts(slices([path for path in found if path.suffix == ".py"], rnd))
+    python = [path for path in found if path.suffix == ".py"]
+    code = Texts(slices([path for i, path in enumerate(python) if i % 3], rnd))
     documents = [p for p in found if p.suffix in (".md", ".rst", ".txt", ".pyi", ".h") or p.name == "METADATA"]
-    prose = Texts(slices(documents, rnd))
+    prose = Texts(chain(slices(documents, rnd), slices(python[::3], rnd)))  # few documents: then code serves as prose
     maths, han = Texts(mathematics(rnd)), Texts(chinese(rnd))
     for number in range(count):
         turns = []
