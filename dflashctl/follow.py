@@ -38,6 +38,8 @@ def speed(first: Status, now: Status, seconds: float) -> Speed:
 
 def progress_line(status: Status, pace: Speed) -> str:
     """One whole ASCII line about a run."""
+    if status.kind == "train":
+        return ", ".join([f"{status.run} {status.state}", *(f"{name} {value}" for name, value in _training(status))])
     parts = [
         f"{status.run} {status.state}",
         f"{status.succeeded}/{status.total} indexes",
@@ -77,6 +79,8 @@ def _counts(message: Mapping[str, Any]) -> list[str]:
 
 def status_block(status: Status, pace: Speed | None, wide: bool, busy_first: bool = False) -> list[str]:
     """A run in full, as lines; see index_table."""
+    if status.kind == "train":
+        return training_block(status)
     failed = f", {len(status.failed)} failed" if status.failed else ""
     active = f", {status.active} active" if status.active else ""
     pairs = [
@@ -96,6 +100,33 @@ def status_block(status: Status, pace: Speed | None, wide: bool, busy_first: boo
         pairs.append(("speed", f"{show.rate(pace.rows, 'rows')}, {show.rate(pace.tokens, 'tokens')}{eta}"))
     table = index_table(status, wide, busy_first)
     return [*show.pairs(pairs), *([""] if table else []), *table]
+
+
+def training_block(status: Status) -> list[str]:
+    """A training in full, as lines."""
+    pairs = [("run", status.run), ("state", status.state), ("out", status.out)]
+    if status.reason:
+        pairs.append(("reason", show.printable(status.reason)))
+    return show.pairs([*pairs, *_training(status)])
+
+
+def _training(status: Status) -> list[tuple[str, str]]:
+    """What the trainer said last, as far as it said it."""
+    told = status.indexes[0].message if status.indexes else {}
+    pairs = []
+    if "step" in told:
+        pairs += [("step", f"{told['step']} of {told.get('steps', '?')}"), ("loss", f"{told['loss']:.4f}")]
+        pairs.append(("accuracy", " ".join(f"{share:.2f}" for share in told["accuracy"])))
+        if "held_out_tau" in told:
+            pairs.append(("held-out tau", f"{told['held_out_tau']:.2f}"))
+        pairs.append(("speed", show.rate(float(told["tokens_per_s"]), "tokens")))
+        busy = f"target {told['target_busy']:.0%}, drafter {told['drafter_busy']:.0%}, ring {told['ring_depth']:.1f}"
+        pairs.append(("busy", busy))
+        if told.get("saved_step", -1) >= 0:
+            pairs.append(("saved", f"step {told['saved_step']}"))
+        if status.state in LIVE:
+            pairs.append(("ETA", show.span(float(told["eta_s"]))))
+    return pairs
 
 
 def watch(

@@ -1,4 +1,4 @@
-"""From settings to the Job of a training: what is impossible is refused here, by the name of the flag. Pure."""
+"""From settings to the Job of a training: what is impossible is refused here, by the name of the flag."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from dflashctl.backends.base import Submission
 from dflashctl.config import Value
-from dflashctl.errors import UsageError
+from dflashctl.errors import TakenError, UsageError
 from dflashctl.plan import NAME_MAX, check_name, check_scheme
 from tokenizer.job import JobError
+from tokenizer.store import Store, StoreError
 from trainer.job import TrainArgs, parse_split
 
 
@@ -58,6 +59,24 @@ def run_name(args: TrainArgs, name: str | None) -> str:
     last = args.out.rstrip("/").rsplit("/", 1)[-1].lower()
     slug = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[: NAME_MAX - len("trn--") - 8].rstrip("-") or "out"
     return f"trn-{slug}-{sha256(args)[:8]}"
+
+
+def check_lock(args: TrainArgs, store: Store) -> None:
+    """Raises TakenError, naming the flags that differ, where OUT is another training's; a store that is not there is
+    the trainer's to complain about.
+    """
+    try:
+        stored = json.loads(store.get_bytes("run.json"))["identity"]
+    except (StoreError, ValueError, KeyError, TypeError):
+        return
+    mine = args.identity()
+    wrong = [
+        f"{name} is {stored[name]} there, {mine[name]} here"
+        for name in mine
+        if stored.get(name, mine[name]) != mine[name]
+    ]
+    if wrong:
+        raise TakenError(f"OUT `{args.out}` is of another training: {'; '.join(wrong)}", "choose another --out")
 
 
 def submission(args: TrainArgs, run: str, flags: Mapping[str, Any]) -> Submission:

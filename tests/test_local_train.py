@@ -1,11 +1,14 @@
 """A training as a run of this machine: submitted, seen, stopped, resumed, tried again."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 from train_fixtures import random_rows, write_dataset
-from train_runs import args, metrics
+from train_runs import ROOT, args, metrics, target_dir
 
 from dflashctl.backends.local import LocalBackend
 from dflashctl.training import submission
@@ -51,3 +54,32 @@ def test_what_no_retry_mends_ends_the_run_with_its_words(tmp_path):
     found = backend.snapshot("trn-y")
     assert found.state == "failed" and "one text only" in found.reason
     assert (found.indexes[0].exit_code, found.indexes[0].tries) == (65, 1)
+
+
+def cli(*told, cwd):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dflashctl", *map(str, told)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_line_starts_follows_and_recognises_a_training(tmp_path):
+    write_dataset(tmp_path / "data", random_rows(40))
+    told = ["train", "data", "--out", "out", "--target", target_dir(), "--backend", "local", "--split", "1+1"]
+    told += ["--steps", 4, "--layers", 1, "--block-size", 4, "--anchors", 4, "--max-length", 32, "--accumulate", 2]
+    code, out, err = cli(*told, "--dry-run", "-o", "json", cwd=tmp_path)
+    assert code == 0 and json.loads(out)["job"]["kind"] == "train" and not (tmp_path / "out").exists(), err
+    code, out, err = cli(*told, cwd=tmp_path)
+    assert code == 0, err
+    assert ["step", "4", "of", "4"] in [line.split() for line in out.splitlines()]
+    code, out, err = cli("status", "--backend", "local", "-o", "json", cwd=tmp_path)
+    assert code == 0 and json.loads(out)["state"] == "succeeded", err
+    code, _, err = cli(*told, cwd=tmp_path)
+    assert code == 0, err  # nothing is left to do
+    code, _, err = cli(*told, "--lr", "0.01", cwd=tmp_path)
+    assert code == 5 and "lr is 0.0006 there, 0.01 here" in err

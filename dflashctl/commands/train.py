@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflashctl import show
 from dflashctl.commands.common import Session, verb
 from dflashctl.commands.places import Account, DryRun, Env, Image, Node, Queue, S3Secret, Set, check_side, place_flags
-from dflashctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dflashctl.backends.base import Backend, Submission
+    from dflashctl.config import Value
+
+STUCK_S = 600.0
 
 
 def add(app: typer.Typer) -> None:
@@ -75,15 +82,17 @@ def add(app: typer.Typer) -> None:
         service_account: Account = None,
         set_: Set = None,
         dry_run: DryRun = None,
+        detach: Annotated[bool, typer.Option("--detach", help="Return at once; the run goes on.")] = False,
     ) -> int:
-        """Train a drafter on a cluster node.
+        """Train a drafter.
 
-        One pod, target and drafter ranks side by side. So far the Job is rendered and checked, not submitted.
+        One pod, or this machine, with target and drafter ranks side by side. The same command again goes on from the
+        last checkpoint, or says that nothing is left to do.
         """
         from dflashctl import training
         from dflashctl.backends.choice import cluster
-        from dflashctl.backends.cluster import warn_of_tag
-        from dflashctl.render import to_yaml
+        from dflashctl.backends.cluster import KubeBackend
+        from dflashctl.records import QUICK, Out
 
         flags: dict[str, Any] = {
             "dataset": dataset,
@@ -109,25 +118,70 @@ def add(app: typer.Typer) -> None:
             **place_flags(image, node, queue, env, s3_secret, service_account, set_),
         }
         check_side(dry_run)
-        backend = cluster(session.settings, "train", flags)  # a node profile is a cluster's: nothing else runs it yet
-        show.say(backend.words)
+        values: Mapping[str, Value] = session.settings.section("train", flags)
+        if values["node"].value and session.settings.section("")["backend"].value != "local":
+            backend: Backend = cluster(session.settings, "train", flags)  # a node profile is a cluster's
+            show.say(backend.words)
+        else:
+            backend = session.backend("train", flags)
         place = backend.flags({})
-        profile = backend.placing.profile(str(place.get("node") or ""))
-        args = training.declare(backend.placing.values, allow_degenerate, profile)
+        profile: Mapping[str, Any] = {}
+        if isinstance(backend, KubeBackend):
+            values, profile = backend.placing.values, backend.placing.profile(str(place.get("node") or ""))
+        args = training.declare(values, allow_degenerate, profile)
         job = training.submission(args, training.run_name(args, name), place)
-        rendered = backend.render(job)
-        if dry_run is None:
-            raise UsageError(
-                "training cannot be started by this release: its image has no training loop yet",
-                "`dflashctl train --dry-run` prints and checks the Job",
-            )
-        if dry_run == "server":
+        if dry_run is not None:
+            return _dry_run(session, backend, job, dry_run)
+        training.check_lock(args, Out(args.out, QUICK).store)
+        return _start(session, backend, job, detach)
+
+
+def _dry_run(session: Session, backend: Backend, job: Submission, side: str) -> int:
+    """Print what would be submitted; `server` also has it checked."""
+    from dflashctl.backends.cluster import KubeBackend, warn_of_tag
+    from dflashctl.render import to_yaml
+
+    rendered = backend.render(job)
+    if isinstance(backend, KubeBackend):
+        if side == "server":
             backend.check(job)
         else:
             warn_of_tag(rendered)
         if session.output in ("table", "wide", "yaml"):
             show.out(to_yaml([rendered]).rstrip("\n"))
-        else:
-            document = {"schema": "dflash.dry-run/1", "backend": backend.name, "run": job.run, "job": rendered}
-            show.emit(document, session.output, list, job.run)
+            return 0
+    document = {"schema": "dflash.dry-run/1", "backend": backend.name, "run": job.run, "job": rendered}
+    show.emit(document, "yaml" if session.output in ("table", "wide") else session.output, list, job.run)
+    return 0
+
+
+def _start(session: Session, backend: Backend, job: Submission, detach: bool) -> int:
+    """Submit, and follow the run unless told not to; the exit code follows its state.
+
+    The trainer decides what is left to do: a run that has ended is started again, and says so where nothing is.
+    """
+    from dflashctl.backends.base import Known
+    from dflashctl.errors import TakenError
+    from dflashctl.follow import Patience, training_block, watch
+    from dflashctl.records import QUICK, Out
+    from dflashctl.runs import LIVE
+
+    seen = backend.snapshot(job.run)
+    if seen is None or seen.state not in LIVE:
+        backend.submit(job)
+        show.say(f"run {job.run} started")
+    elif any(known.run == job.run and known.out != job.out for known in backend.runs()):
+        raise TakenError(f"run `{job.run}` is the name of a run with another OUT", "choose another --name")
+    else:
+        show.say(f"run {job.run} is running already")
+    known = next((k for k in backend.runs() if k.run == job.run), Known(job.run, "train", job.out, job.job, 0.0))
+    if detach:
+        show.say(f"see it with `dflashctl status {job.run} -w`")
+        show.emit({"schema": "dflash.train/1", "run": job.run, "state": "running"}, session.output, list, job.run)
         return 0
+    status = watch(backend, known, Out(job.out, QUICK), Patience(STUCK_S, ("suspended",)).over)
+    if status.state != "succeeded":
+        text = f"run {job.run} {status.state}" + (f": {status.reason}" if status.reason else "")
+        show.fail(text, f"see `dflashctl logs {job.run}`, then the same command goes on from the last checkpoint")
+    show.emit(status.document(), session.output, lambda: training_block(status), job.run)
+    return 0 if status.state == "succeeded" else 3
