@@ -13,3 +13,9 @@ lint: setup
 	$(PY) -m ruff check . && $(PY) -m mypy
 bench: setup
 	$(PY) benchmarks/tokenize.py && $(PY) benchmarks/train_step.py
+images:
+	sh images/build.sh tokenizer
+push: images
+	sh images/push.sh tokenizer
+render:
+	$(PY) -m dflashctl tokenize --dry-run=client $(ARGS)

@@ -26,6 +26,12 @@ printf '[global]\n' >"$context/pip.conf"
 index=$(python3 -m pip config get global.index-url 2>/dev/null || true)
 [ -z "$index" ] || printf 'index-url = %s\n' "$index" >>"$context/pip.conf"
 [ -z "$ca" ] || printf 'cert = /run/ca.crt\n' >>"$context/pip.conf"
+wheels=$(python3 -m pip config get global.find-links 2>/dev/null || true)
+lent=
+if [ -d "$wheels" ] && [ "$TOOL" != docker ]; then # wheels of this machine's pip, lent like the authority
+    lent="--volume $wheels:/run/wheels:ro"
+    echo 'find-links = /run/wheels' >>"$context/pip.conf"
+fi
 secrets="--secret id=pip,src=$context/pip.conf"
 [ -z "$ca" ] || secrets="$secrets --secret id=ca,src=$ca"
 command=build
@@ -39,10 +45,10 @@ for image in "$@"; do
     variant=cpu
     [ "$image" != trainer ] || variant=gpu
     tag=${REGISTRY:-localhost}/dflash-$image:$version
-    # shellcheck disable=SC2086 # $secrets is a list of words
-    "$TOOL" $command --network host $secrets -f "images/$file.Containerfile" -t "$tag" --build-arg BASE="$base" \
+    # shellcheck disable=SC2086 # $lent and $secrets are lists of words
+    "$TOOL" $command --network host $lent $secrets -f "images/$file.Containerfile" -t "$tag" --build-arg BASE="$base" \
         --build-arg VARIANT="$variant" --build-arg VERSION="$version" --build-arg REVISION="$revision" \
-        --build-arg FLASH_LINEAR_ATTENTION="$FLASH_LINEAR_ATTENTION" --build-arg CAUSAL_CONV1D="$CAUSAL_CONV1D" \
+        --build-arg TORCH="$TORCH" --build-arg FLASH_LINEAR_ATTENTION="$FLASH_LINEAR_ATTENTION" --build-arg CAUSAL_CONV1D="$CAUSAL_CONV1D" \
         "$context"
     echo "built $tag with $TOOL" >&2
 done
