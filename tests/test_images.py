@@ -124,7 +124,7 @@ def test_end_to_end_through_pods_of_the_image(built: str, s3: str, s3_server: An
         logs = ctl(tmp_path, "logs", f"{s3}/out", "--grep", "committed", DFLASH_BACKEND="")
     assert done.code == 0 and done.json()["rows"] == 20, done.err + logs.out
     assert len(logs.out.splitlines()) == 4
-    # the image's own bytes are the yardstick: the same command line, index by index, in the same image
+    # this environment and the image have the same locked versions, so their bytes are the same
     local = ctl(tmp_path, "tokenize", "--backend", "local", "--out", f"{s3}/local", "-o", "json")
     assert local.code == 0, local.err
     mine, theirs = (contents(f"{s3}/{name}", "plan.json") for name in ("out", "local"))

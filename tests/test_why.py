@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from k8s_objects import RECORDINGS, Recording, container, ended, event, exited, job, pod
 
-from dflashctl.why import EXIT_CODES, as_json, why
+from dflashctl.progress import Index
+from dflashctl.why import EXIT_CODES, as_json, of_indexes, why
 from tokenizer.job import Exit
 
 
@@ -166,3 +167,18 @@ def test_the_first_cause_of_every_recorded_scenario(name, kind):
     seen = why(*Recording(name).at(1e9))
     assert (seen[0].kind if seen else None) == kind
     assert all(c.remedy for c in seen)
+
+
+def test_indexes_alone_tell_their_exit_codes():
+    """As the backend without pods has them."""
+    indexes = [
+        Index(3, "failed", exit_code=65, reason="a.jsonl is cut"),
+        Index(1, "failed", exit_code=65, reason="a.jsonl is cut"),
+        Index(2, "pending", exit_code=75, reason="slow down"),
+        Index(4, "failed", reason="ended by signal 9"),
+        Index(5, "succeeded", exit_code=0),
+        Index(6, "running", reason="x"),
+    ]
+    causes = of_indexes(indexes)
+    assert [(c.kind, c.indexes) for c in causes] == [("Exit65", (1, 3)), ("Killed", (4,)), ("Exit75", (2,))]
+    assert causes[0].message == "exit 65: bad or refused data: a.jsonl is cut" and "--skip-file" in causes[0].remedy
