@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from dflashctl.records import QUICK, Out
 from tokenizer.job import JobError
 
 TOKENIZER_NEEDS = ("pyarrow", "numpy", "orjson", "jinja2", "tokenizers", "fastokens", "zstandard")
+FLOOR = (1, 33)  # of Kubernetes
 SCRATCH_BYTES = 4 << 30  # below this much room for scratch files, large shards may not fit
 
 
@@ -52,6 +54,35 @@ def checks(settings: Settings) -> Iterator[Check]:
     yield _try("model", values["model"], _model)
     yield _try("input", values["input"], _input)
     yield _try("out", values["out"], _out)
+
+
+def cluster_checks(settings: Settings, what: str) -> Iterator[Check]:
+    """The cluster's part: reachable, new enough, and willing to take the Job as it would be sent; nothing is kept."""
+    from dflashctl.backends.base import Submission
+    from dflashctl.backends.choice import choose
+
+    try:
+        backend = choose(settings, what, {})
+    except CliError as error:
+        yield Check("backend", "failed", error.message, error.hint)
+        return
+    yield Check("backend", "ok", backend.words)
+    if backend.name != "kube":
+        return
+    job = Submission("doctor", "doctor", "s3://bucket/out", (), (0,), 1, kind=what, flags=backend.flags({}))
+    try:
+        version = backend.api.get("/version")  # type: ignore[attr-defined]
+        number = int(version["major"]), int(re.sub(r"[^0-9]", "", version["minor"]))
+        words = f"Kubernetes {number[0]}.{number[1]}"
+        if number < FLOOR:
+            yield Check("cluster", "failed", words, f"{FLOOR[0]}.{FLOOR[1]} is the oldest that is supported")
+        else:
+            yield Check("cluster", "ok", words)
+        backend.check(job)
+    except CliError as error:
+        yield Check("job", "failed", error.message, error.hint)
+        return
+    yield Check("job", "ok", "the API server would take it")
 
 
 def _scratch() -> Check:
@@ -110,6 +141,7 @@ def origins(settings: Settings) -> list[tuple[str, str, str]]:
     sections: Mapping[str, Mapping[str, Value]] = {
         "": settings.section(""),
         "tokenize": settings.section("tokenize", {}),
+        "train": settings.section("train", {}),
     }
     return [
         (f"{section}.{key}" if section else key, "" if value.value is None else str(value.value), value.origin)

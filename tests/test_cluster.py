@@ -251,6 +251,17 @@ def test_the_dry_run_is_the_job_that_is_sent(site: Site, tmp_path: Path) -> None
     )
 
 
+def test_doctor_asks_the_cluster(site: Site, tmp_path: Path) -> None:
+    raw = upload(site, tmp_path / "in", "doctor", 1, 2)
+    cwd = site.settings(input=[raw], out=f"{site.bucket}/doctor-out")
+    well = site.ctl(cwd, "doctor", "-o", "json")
+    assert well.code == 0 and well.json()["checks"][-1]["detail"] == "the API server would take it", well.out
+    (cwd / "dflash.toml").write_text((cwd / "dflash.toml").read_text().replace("image =", "# image ="))
+    ill = site.ctl(cwd, "doctor", "-o", "json")
+    assert ill.code == 4 and [c["name"] for c in ill.json()["checks"] if c["state"] == "failed"] == ["job"]
+    assert site.ctl(cwd, "doctor", "--context", "nowhere").code == 4
+
+
 def test_contexts(site: Site, tmp_path: Path) -> None:
     cwd = site.settings(input=["in"], out="out")
     for verb in (["tokenize"], ["status"], ["rm", "x"], ["stop"]):

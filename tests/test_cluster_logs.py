@@ -49,9 +49,9 @@ def test_every_line_of_many_pods_once_and_whole(site: Site) -> None:
     assert site.ctl(cwd, "logs", "chatter", "--index", "2").out.splitlines() == wanted
 
 
-@pytest.mark.parametrize("fault", ["cut", "token", "unavailable"])
+@pytest.mark.parametrize("fault", ["cut", "rotated", "token", "unavailable"])
 def test_no_line_is_lost_or_doubled_by(site: Site, fault: str) -> None:
-    double = site.needs_double("cut a stream, expire a token or be unavailable")
+    double = site.needs_double("cut a stream, rotate a log, expire a token or be unavailable")
     name = f"faulty-{fault}"
     chatter(site, name, 1)
     argv, env = site.command("logs", name, "-f")
@@ -61,6 +61,8 @@ def test_no_line_is_lost_or_doubled_by(site: Site, fault: str) -> None:
     lines = [process.stdout.readline() for _ in range(20)]
     if fault == "cut":
         double.cluster.cut_logs_after = 0
+    elif fault == "rotated":
+        double.cluster.end_logs_after = 0
     elif fault == "token":
         double.rotate_token()
     else:

@@ -41,7 +41,7 @@ def add(app: typer.Typer) -> None:
     @verb(app)
     def doctor(
         session: Session,
-        what: Annotated[str, typer.Argument(metavar="[tokenize]", help="What is to be run.")] = "tokenize",
+        what: Annotated[str, typer.Argument(metavar="tokenize|train", help="What is to be run.")] = "tokenize",
         verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every setting and where it came from.")] = False,
     ) -> int:
         """Look for what would stop a run.
@@ -50,9 +50,10 @@ def add(app: typer.Typer) -> None:
         """
         from dflashctl import doctor as doctors
 
-        if what != "tokenize":
-            raise UsageError(f"doctor of {what!r} is not known", "known are tokenize")
-        found = list(doctors.checks(session.settings))
+        if what not in ("tokenize", "train"):
+            raise UsageError(f"doctor of {what!r} is not known", "known are tokenize, train")
+        found = list(doctors.checks(session.settings)) if what == "tokenize" else []
+        found += doctors.cluster_checks(session.settings, what)
         settings = doctors.origins(session.settings)
         document: dict[str, Any] = {
             "schema": "dflash.doctor/1",

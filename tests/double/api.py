@@ -232,6 +232,10 @@ class Handler(BaseHTTPRequestHandler):
                         return None
                     sent += len(data)
                     self.chunk(data)
+                    limit = self.double.cluster.end_logs_after
+                    if limit is not None and sent > limit:
+                        self.double.cluster.end_logs_after = None
+                        break
                     continue
                 if not follow or phase(pod) in ("Succeeded", "Failed"):
                     self.chunk(line if stamps else line.partition(b" ")[2])  # the last one, without its newline

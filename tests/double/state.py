@@ -54,6 +54,7 @@ class Cluster:
         self.refuse: list[int] = []  # HTTP codes to answer the next requests with
         self.refuse_writes: int | None = None  # HTTP code of every POST while it is set
         self.cut_logs_after: int | None = None  # bytes of a log stream before the connection is dropped
+        self.end_logs_after: int | None = None  # bytes of a log stream before it ends, as at a rotation of the file
         self._version = 100
 
     def put(self, plural: str, obj: Object) -> Object:
