@@ -1,0 +1,49 @@
+"""A training whose data and OUT are on S3: a lost machine costs the steps behind the last checkpoint, no more."""
+
+import json
+import os
+import signal
+
+import pytest
+from s3_fixtures import *  # noqa: F403
+from train_fixtures import random_rows, write_dataset
+from train_runs import args, finish, start, train
+
+from tokenizer.store import open_store
+
+
+@pytest.mark.s3
+def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
+    data, out = write_dataset(tmp_path / "data", random_rows(60)), open_store(f"{s3}/out")
+    raw = open_store(f"{s3}/data")
+    for path in data.iterdir():
+        raw.upload_file(path, path.name)
+    told = args(f"{s3}/data", f"{s3}/out", steps=24, checkpoint_every="2")
+
+    first = start(told, DFLASH_SCRATCH=str(tmp_path / "one"))
+    for line in first.stdout:
+        if '"event": "progress"' in line:
+            break
+    os.kill(first.pid, signal.SIGTERM)
+    code, lines, text = finish(first)
+    assert code == 143, text
+    stopped = int(out.get_bytes("latest").decode().strip().removeprefix("step-"))
+    assert 1 <= stopped < 24
+    assert len(list((tmp_path / "one" / "datasets").glob("*.arrow"))) == 2
+
+    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "two"))
+    assert code == 0, text
+    assert any(f"goes on after step {stopped} of 24" in str(line.get("message")) for line in lines)
+    steps = [json.loads(line) for line in out.get_bytes("metrics.jsonl").splitlines()]
+    assert [m["step"] for m in steps if "loss" in m] == list(range(1, 25))
+    keys = {stat.key for stat in out.list()}
+    assert {"export/config.json", "export/model.safetensors", "export-speculators/config.json", "run.json"} <= keys
+    assert sorted({key.split("/")[1] for key in keys if key.startswith("checkpoints/")}) == [
+        "step-000022",
+        "step-000024",
+    ]
+    assert json.loads(out.get_bytes("provenance.json"))["finished"] is True
+    assert [path.name for path in (tmp_path / "two" / "training").glob("*/checkpoints/*")] == ["step-000024"]
+
+    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "three"))
+    assert code == 0 and any(line["event"] == "unchanged" for line in lines), text
