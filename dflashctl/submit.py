@@ -99,6 +99,9 @@ def prepare(declaration: plans.Declaration, name: str | None, say: Say) -> Prepa
     found = listing.find(declaration.inputs, declaration.batch_inputs, out.uri, PATIENT)
     if found.skipped:
         say("skipped " + ", ".join(f"{number} {reason}" for reason, number in found.skipped.items()))
+    requests = sorted({o.key for pinned in found.batch_inputs.values() for o in pinned})
+    if requests:
+        say("prompts of batch outputs are taken from " + ", ".join(f"`{key}`" for key in requests))
     model = resolve_model(declaration.model, PATIENT)
     plan = cut_plan(declaration, model, found)
     if declaration.shards is not None and len(plan.batches) < declaration.shards:
@@ -173,23 +176,23 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
     """Do what has no commit of the declared dataset; raises TakenError where OUT or the name is another's."""
     prepared = prepare(declaration, name, say)
     run, out = prepared.run, prepared.out
-    known = backend.runs()
-    for other in known:
+    for other in backend.runs():
         if other.run == run and other.out != out.uri:
             raise TakenError(f"run `{run}` is the name of a run with the OUT `{other.out}`", "choose another --name")
     backend.check(first_job(prepared, declaration, backend))
     there = out.plan() or out.lock(prepared.plan)
-    records = out.runs()
-    same_identity(prepared, declaration.shards, there, records)
-    if out.dataset() is not None:
-        newest = plans.run_of(records[-1].run) if records else run
-        return Started(Known(newest, "tokenize", out.uri, newest, 0.0), out, "unchanged")
-    out.put_tokenizer(prepared.model)
-    for other in known:
-        snapshot = backend.snapshot(other.run) if other.out == out.uri else None
-        if snapshot is not None and snapshot.state in LIVE:
-            return Started(other, out, "running")
-    return _start(run, out, there, records, operation_of(declaration, backend), backend, say)
+    with backend.exclusive():
+        records = out.runs()
+        same_identity(prepared, declaration.shards, there, records)
+        if out.dataset() is not None:
+            newest = plans.run_of(records[-1].run) if records else run
+            return Started(Known(newest, "tokenize", out.uri, newest, 0.0), out, "unchanged")
+        out.put_tokenizer(prepared.model)
+        for other in backend.runs():
+            snapshot = backend.snapshot(other.run) if other.out == out.uri else None
+            if snapshot is not None and snapshot.state in LIVE:
+                return Started(other, out, "running")
+        return _start(run, out, there, records, operation_of(declaration, backend), backend, say)
 
 
 def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: Sequence[RunRecord]) -> None:
@@ -219,6 +222,19 @@ def resume(
     workers: int | None,
 ) -> Started:
     """Do what has no commit; changed files are pinned anew, `skip` names keys to drop, `gate` changes the gate."""
+    with backend.exclusive():
+        return _resume(known, backend, say, skip, gate, parallelism, workers)
+
+
+def _resume(
+    known: Known,
+    backend: Backend,
+    say: Say,
+    skip: Sequence[str],
+    gate: Callable[[GateFlags], GateFlags],
+    parallelism: int | None,
+    workers: int | None,
+) -> Started:
     out = Out(known.out, PATIENT)
     plan = out.plan()
     if plan is None:

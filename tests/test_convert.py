@@ -30,8 +30,9 @@ from job_fixtures import (
 from s3_fixtures import *  # noqa: F403
 
 from tokenizer.index import convert_object
-from tokenizer.job import FILTERED, MALFORMED, GateFlags, Spec
+from tokenizer.job import FILTERED, MALFORMED, Exit, GateFlags, JobError, Reject, Spec
 from tokenizer.read import LineReader
+from tokenizer.requests import Spool
 from tokenizer.shard import close, read_commit
 from tokenizer.store import Options
 
@@ -177,6 +178,25 @@ def test_batch_outputs_are_joined_with_their_requests(tmp_path: Path) -> None:
     assert ["second?" in s["segments"][0]["text"] for s in commit["samples"]] == [True, False]
     rows, _ = format_reader.read(Path(out))
     assert [r["source_id"] for r in rows] == ["r2", "r1"]
+
+
+def test_a_row_that_hides_in_a_request_file_is_not_lost_silently(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "first?"}]}
+    request = json.dumps({"custom_id": "r1", "url": "/v1/chat/completions", "body": body})
+    chat = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer(1)}]})
+    file = tmp_path / "requests.jsonl"
+    file.write_text(f"{request}\n\n{chat}\n")
+    (found,) = objects(str(file))
+    with pytest.raises(JobError, match=r"requests.jsonl:3: no OpenAI batch request") as error:
+        Spool(tmp_path / "spool").fill(found, Options())
+    assert error.value.code == Exit.DATA and "file of their own" in error.value.hint
+    surrogate = json.dumps({"custom_id": "r1", "body": {"messages": "\ud800"}})
+    file.write_text(surrogate + "\n")
+    (found,) = objects(str(file))
+    spool = Spool(tmp_path / "other")
+    spool.fill(found, Options())
+    with pytest.raises(Reject, match="lone_surrogate"):
+        spool.lookup()("r1")
 
 
 def test_memory_of_a_worker_does_not_grow_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tokenizer.job import Obj, Reject
+from tokenizer import dialects
+from tokenizer.job import Exit, JobError, Obj, Reject
 from tokenizer.read import LineReader
 from tokenizer.store import Options, locate
 
@@ -27,7 +28,7 @@ class Spool:
     def fill(self, obj: Obj, options: Options) -> str:
         """Adds the requests of one object; returns the SHA-256 (hex) of the bytes read.
 
-        Lines that are no requests are passed over: whoever needs one of them finds its id missing.
+        Raises JobError 65 for a line that is no request: nobody else reads this object, so it would be lost silently.
         """
         store, key = locate(obj.key, options)
         lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
@@ -37,8 +38,9 @@ class Spool:
                 base.execute("PRAGMA synchronous = OFF")
                 base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
                 for chunk in lines:
-                    found = ((_custom_id(raw), raw, AMBIGUOUS) for _, raw in chunk.numbered())
-                    base.executemany(INSERT, (row for row in found if row[0] is not None))
+                    base.executemany(INSERT, ((_custom_id(obj, n, raw), raw, AMBIGUOUS) for n, raw in chunk.numbered()))
+                    if chunk.too_long is not None:
+                        raise _no_request(obj, chunk.too_long[0])
                 base.commit()
         except sqlite3.OperationalError as error:
             if "full" not in str(error):
@@ -56,18 +58,25 @@ class Spool:
                 return None
             if row[0] == AMBIGUOUS:
                 raise Reject("no_prompt", f"custom_id {custom_id!r} is in several different requests")
-            value: dict[str, Any] = json.loads(row[0])
-            return value
+            value = dialects.loads(row[0])  # a lone surrogate in a request is the reject of the row that needs it
+            return value if isinstance(value, dict) else None
 
         return find
 
 
-def _custom_id(raw: bytes) -> str | None:
+def _custom_id(obj: Obj, number: int, raw: bytes) -> str:
     try:
         value = json.loads(raw)
-    except ValueError:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
-        return None
-    custom_id = value.get("custom_id")
-    return custom_id if isinstance(custom_id, str) else None
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and isinstance(value.get("body"), dict) and isinstance(value.get("custom_id"), str):
+        return str(value["custom_id"])
+    raise _no_request(obj, number)
+
+
+def _no_request(obj: Obj, number: int) -> JobError:
+    return JobError(
+        Exit.DATA,
+        f"{obj.key}:{number}: no OpenAI batch request, in a file of them",
+        "a request file holds `custom_id` and `body` in every line: put other rows into a file of their own",
+    )

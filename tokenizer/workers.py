@@ -67,9 +67,12 @@ def run(
 ) -> None:
     """Runs `work(next_task, report)` in min(workers, tasks) children until all tasks are done, in the order given.
 
-    One worker needs no child: it runs here, since after a fork every object it touches is a copied page (a fifth of the
-    CPU seconds of 10 M tokens). So nobody may fork after a run of one. work: called once in each child; takes tasks from next_task() until that is None. on_tick is called at least every
-    TICK seconds, in the parent; on_warning gets what children log. Raises the first failure as WorkerFailed; then, as
+    One worker needs no child: it runs here, since after a fork every object it touches is a copied page (a fifth of
+    the CPU seconds of 10 M tokens). So nobody may fork after a run of one.
+
+    work: called once in each child; takes tasks from next_task() until that is None. on_tick is called in the parent,
+    at least every TICK seconds (with one worker: at each report); on_warning gets what children log. Raises the first
+    failure as WorkerFailed (with one worker: as it is); then, as
     on any other exception here, no child is left behind.
     """
     if min(workers, len(tasks)) == 1:

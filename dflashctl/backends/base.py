@@ -7,6 +7,7 @@ the plan's index. A backend knows processes (or pods), never datasets: what OUT 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +77,9 @@ class Backend(Protocol):
 
     def flags(self, last: Mapping[str, Any]) -> dict[str, Any]:
         """The operational settings of the next Job, given those of the run's last one; kept in the run record."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """From the look at what runs to the start of the next Job: of two commands the second sees the first's Job."""
 
     def check(self, submission: Submission) -> None:
         """Refuse what could not be submitted, before anything is written anywhere; raises CliError."""

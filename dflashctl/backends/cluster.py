@@ -118,6 +118,10 @@ class KubeBackend:
     def render(self, submission: Submission) -> dict[str, Any]:
         return manifest(submission, self.placing.place(submission.kind, submission.flags), self.namespace)
 
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to hold: the API server makes a Job of one name once, and `submit` takes the one that is there."""
+        return contextlib.nullcontext()
+
     def check(self, submission: Submission) -> None:
         """The API server's own verdict (`--dry-run=server`); nothing is kept there."""
         job = self.render(submission)

@@ -61,6 +61,16 @@ class LocalBackend:
         """Nothing: every process of this machine has the same place."""
         return {}
 
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """A lock of this directory; where it may not be written, nothing is going to be started either."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                self.home.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(self.home / "submit.lock", "ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def check(self, submission: Submission) -> None:
         if submission.kind != "tokenize":
             raise UsageError("this machine runs `tokenize` alone", "`--backend kube` for a cluster")
