@@ -5,12 +5,16 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from train_fixtures import random_rows, write_dataset
 from train_runs import Forked, args, metrics, target_dir
+
+from trainer import supervisor
+from trainer.board import Phase
 
 STEPS, KILLS = 12, 20
 
@@ -146,6 +150,18 @@ def test_a_dead_rank_is_named_at_once(data, tmp_path):
     assert run.wait(30) == 71
     assert last(run)["message"] == "target:0 was killed by SIGKILL"
     assert "memory" in last(run)["hint"]
+
+
+def test_a_silent_rank_is_named_and_ends_the_run(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "LIMITS", dict.fromkeys(Phase, 300.0) | {Phase.STEP: 8.0})
+    monkeypatch.setattr(supervisor, "STEPS", 0)
+    run = Forked(args(data, tmp_path / "out", steps=10000, held_out=0.0), tmp_path / "log")
+    run.until(lambda: metrics_steps(tmp_path / "out") >= 3)
+    drafter = sorted(run.ranks())[1]
+    os.kill(drafter, signal.SIGSTOP)
+    assert run.wait(60) == 71
+    assert "has been silent for" in last(run)["message"]
+    assert not Path(f"/proc/{drafter}").exists()
 
 
 def test_sigterm_before_the_first_step_has_nothing_to_save(data, tmp_path):

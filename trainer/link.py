@@ -87,8 +87,13 @@ class Groups:
 
     def close(self) -> None:
         """Leave together: what was sent last still arrives."""
-        dist.barrier(self.everyone)
+        meet(self.everyone)
         dist.destroy_process_group()
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Wait until every rank of a group is here; over gloo, also where states go over NCCL."""
+    dist.all_reduce(torch.zeros(1), group=group)
 
 
 class Sender:

@@ -31,7 +31,7 @@ from trainer.data import Dataset, Index
 from trainer.drafter import Drafter
 from trainer.export import load_drafter, write_speculators, write_zlab
 from trainer.job import TrainArgs, parse_cadence
-from trainer.link import Groups, World
+from trainer.link import Groups, World, meet
 from trainer.loop import Learner, Rank, Rules, Step, acceptance, run_target, source_for
 from trainer.loss import Objective, default_gamma
 from trainer.metrics import Metrics, cut_back
@@ -236,7 +236,7 @@ class Student:
             self.metrics.measured(plan.total, trained)
         if self.leads:
             self._export(acceptance(trained))
-        dist.barrier(self.rank.groups.drafters)
+        meet(self.rank.groups.drafters)
         exported = load_drafter(
             self.local / EXPORT, dtype=learner.embed_VH.dtype, device=learner.embed_VH.device
         ).eval()
