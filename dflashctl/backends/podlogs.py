@@ -21,6 +21,7 @@ from dflashctl.progress import Object
 
 LOOK_S = 1.0  # how often new pods are looked for
 RETRY_S = 0.5
+BREAKS = 5  # of a log that is read to its present end
 T = TypeVar("T")
 
 
@@ -102,7 +103,7 @@ class LogReader:
             lines.put(LogLine(index, f"[dflashctl] the log of {pod} cannot be read on: {error.message}"))
 
     def _stream(self, pod: str, follow: bool) -> Iterator[str]:
-        last, same = b"", 0  # stamp of the newest line given, and how many lines bore it
+        last, same, breaks = b"", 0, 0  # stamp of the newest line given, how many lines bore it
         while True:
             query: dict[str, Any] = {"timestamps": True} | ({"follow": True} if follow else {})
             if last:
@@ -117,11 +118,16 @@ class LogReader:
                     same = same + 1 if stamp == last else 1
                     last = stamp
                     yield text.decode("utf-8", "replace").rstrip("\r")
-                if not follow or self._gone_or_done(pod):
-                    return
-            except ConnectionError:
                 if not follow:
+                    return
+                # a stream also ends at a rotation: what a dead pod wrote after that is read once more
+                follow = not self._gone_or_done(pod)
+                if not follow:
+                    continue
+            except ConnectionError:
+                if not follow and breaks == BREAKS:
                     raise ApiError(f"the log stream of {pod} broke off", "ask again") from None
+                breaks += not follow
             except Refused as error:
                 if error.status == 404 or not follow:
                     return  # deleted: what it could write stands in OUT/logs

@@ -216,6 +216,7 @@ class Handler(BaseHTTPRequestHandler):
                 lines = file.readlines()
                 file.seek(sum(len(line) for line in lines[: max(0, len(lines) - int(tail))]))
             while True:
+                over = phase(pod) in ("Succeeded", "Failed")  # before the read: what is there then is all
                 line = file.readline()
                 if line.endswith(b"\n"):
                     stamp, _, text = line.partition(b" ")
@@ -237,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
                         self.double.cluster.end_logs_after = None
                         break
                     continue
-                if not follow or phase(pod) in ("Succeeded", "Failed"):
+                if not follow or over:
                     self.chunk(line if stamps else line.partition(b" ")[2])  # the last one, without its newline
                     break
                 file.seek(-len(line), 1)
