@@ -236,7 +236,7 @@ def _of_pod(pod: Object, events: Sequence[Object], lost: set[str], now: float) -
 def _exit(pod: Object, end: Object) -> tuple[str, str, str, int]:
     code, reason = int(end["exitCode"]), str(end.get("reason") or "Error")
     said = termination_message(pod)
-    words = str(said.get("message") or "")
+    words = str(said.get("message") or "") + (f" ({said['hint']})" if said.get("hint") else "")
     if reason == "OOMKilled":
         limit = _memory_limit(pod)
         peak = f", peak seen {said['peak_rss']}" if said.get("peak_rss") else ""

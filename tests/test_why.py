@@ -118,11 +118,11 @@ def test_a_killed_pod_and_an_unknown_code():
 
 @pytest.mark.parametrize("code", [c for c in Exit if c])
 def test_every_exit_code_of_ours_is_explained(code):
-    status = exited(int(code), message='{"message": "s3://b/k[/x]: cut gzip"}')
+    status = exited(int(code), message='{"message": "s3://b/k[/x]: cut gzip", "hint": "copy it again"}')
     cause = why(job(), [pod(0, "Failed", containerStatuses=status)])[0]
     assert cause.kind == f"Exit{int(code)}"
     assert EXIT_CODES[code][0] in cause.message
-    assert "s3://b/k[/x]: cut gzip" in cause.message
+    assert "s3://b/k[/x]: cut gzip (copy it again)" in cause.message
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ class Pool:
 
     def _reason(self, index: int) -> str:
         try:
-            return str(json.loads(self._message(index).read_bytes())["message"])
+            said = json.loads(self._message(index).read_bytes())
+            return said["message"] + (f" ({said['hint']})" if said.get("hint") else "")
         except (OSError, ValueError, KeyError):
             return "no word"
 
