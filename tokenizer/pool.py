@@ -177,7 +177,7 @@ class Pool:
     def _reason(self, index: int) -> str:
         try:
             said = json.loads(self._message(index).read_bytes())
-            return said["message"] + (f" ({said['hint']})" if said.get("hint") else "")
+            return str(said["message"]) + (f" ({said['hint']})" if said.get("hint") else "")
         except (OSError, ValueError, KeyError):
             return "no word"
 
