@@ -31,6 +31,7 @@ from trainer.provenance import check_tokenizer, fingerprint, identity, lock, sto
 from trainer.target import read_config
 
 READY, INDEX, PROVENANCE = "ready.json", "index.npz", "provenance.json"
+STAGING_ENV = "DFLASH_CHECKPOINTS"  # where what goes to S3 is written first; two checkpoints must fit
 STORE = Options(auth_patience=90.0)
 
 
@@ -117,7 +118,8 @@ def prepare(args: TrainArgs, work: Path, say: Callable[[str], None], beat: Calla
     lock(out, wanted)
     remote = uri.scheme == "s3"
     scratch = Path(os.environ.get("DFLASH_SCRATCH") or tempfile.gettempdir())
-    local = scratch / "training" / f"{wanted['dataset_sha256'][:12]}" if remote else Path(uri.path)
+    staging = Path(os.environ.get(STAGING_ENV) or scratch / "training") / wanted["dataset_sha256"][:12]
+    local = staging if remote else Path(uri.path)
     local.mkdir(parents=True, exist_ok=True)
     found = find(out, local, wanted, say, remote)
     start = int(json.loads((found / META).read_text())["step"]) if found else 0
