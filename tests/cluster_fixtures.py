@@ -30,14 +30,13 @@ from cli_fixtures import ctl as run_ctl
 from double.api import Double
 from double.kubelet import Process
 from job_fixtures import ROOT
-from s3_fixtures import s3_server
 from vocab import tiny_dir
 
 from dflashctl.backends.kube import Api, Refused
 from dflashctl.embedded import EmbeddedS3
 from dflashctl.place import release
 
-__all__ = ["s3_server", "site"]
+__all__ = ["site"]
 KUBECONFIG = os.environ.get("DFLASH_TEST_KUBECONFIG")
 SECRET = "dflash-test-s3"
 IMAGE = "test.example/dflash-tokenizer:double"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from s3_fixtures import s3, s3_faults, s3_proxy, s3_server  # noqa: F401  here alone: one server a session
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]

@@ -1,4 +1,4 @@
-"""Fixtures around one embedded S3 server per test session; `from s3_fixtures import *` in a test or conftest.
+"""Fixtures around one embedded S3 server per test session; conftest imports them, so every test has them.
 
 s3_server: the server. s3: a fresh bucket, with the environment set so that every client and child process finds it.
 s3_faults: the same bucket behind a FaultProxy. Mark the tests `s3`.

@@ -6,7 +6,6 @@ import threading
 import pytest
 import tiny
 import torch
-from s3_fixtures import *  # noqa: F403
 from safetensors.torch import load_file
 
 from tokenizer.job import JobError

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from cli_fixtures import command, ctl, environment, tokenize
 from job_fixtures import ROOT, answer, chat_line, contents, write_corpus
-from s3_fixtures import *  # noqa: F403
 from vocab import tiny_dir
 
 RESULT = [

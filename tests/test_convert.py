@@ -27,7 +27,6 @@ from job_fixtures import (
     tiny_model,
     write_corpus,
 )
-from s3_fixtures import *  # noqa: F403
 
 from tokenizer.index import convert_object
 from tokenizer.job import FILTERED, MALFORMED, Exit, GateFlags, JobError, Reject, Spec

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from s3_fixtures import *  # noqa: F403
 from train_fixtures import VOCAB, open_dataset, random_rows, write_dataset
 
 from tokenizer.job import JobError

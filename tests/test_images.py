@@ -15,7 +15,6 @@ from cli_fixtures import ctl
 from double.api import Double
 from double.kubelet import Podman
 from job_fixtures import ROOT, contents, write_corpus
-from s3_fixtures import *  # noqa: F403
 from vocab import tiny_dir
 
 from dflashctl.place import release

@@ -20,7 +20,6 @@ import psutil
 import pytest
 from faultproxy import FaultProxy
 from job_fixtures import answer, chat_line, contents, environment, prepare
-from s3_fixtures import *  # noqa: F403
 from vocab import tiny_dir
 
 from tokenizer.files import FileStore

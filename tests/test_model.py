@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_fixtures import *  # noqa: F403
 from vocab import tiny_dir
 
 from dflashctl import model

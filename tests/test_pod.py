@@ -27,7 +27,6 @@ from job_fixtures import (
     start,
     write_corpus,
 )
-from s3_fixtures import *  # noqa: F403
 
 from tokenizer.job import TOKENIZER_DIR, Exit, overlay
 from tokenizer.shard import read_commit, read_runs

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from s3_fixtures import *  # noqa: F403
 
 from tokenizer import files
 from tokenizer.job import Exit

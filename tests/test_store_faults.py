@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from faultproxy import FaultProxy
-from s3_fixtures import *  # noqa: F403
 
 from dflashctl.embedded import EmbeddedS3
 from tokenizer import retry

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from s3_fixtures import *  # noqa: F403
 
 from tokenizer.job import Exit
 from tokenizer.store import PIECE, Options, Stat, StoreError, expand, open_store, skip_reason

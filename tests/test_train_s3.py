@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from s3_fixtures import *  # noqa: F403
 from train_fixtures import random_rows, write_dataset
 from train_runs import args, finish, start, train
 

@@ -13,7 +13,6 @@ import pytest
 from job_fixtures import (
     ROOT,
 )
-from s3_fixtures import *  # noqa: F403
 
 from tokenizer import workers
 from tokenizer.job import Exit, JobError
