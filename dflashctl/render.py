@@ -8,8 +8,9 @@ The same arguments give the same bytes: sorted keys, no time stamps, no random n
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -27,6 +28,7 @@ FAIL_INDEX = {"tokenize": (Exit.DATA,), "train": ()}
 
 NAME_LIMIT = 40  # leaves room for -rN, the completion index and the pod's suffix below the 63 of a label
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+ROOM = 2.0 * 2**30  # bytes
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mkMGTPE])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: An environment variable of such a name would put a secret in the manifest: it belongs in a Secret.
@@ -166,9 +168,20 @@ def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
             known[name]["persistentVolumeClaim"] = {"claimName": value[4:]}
         else:
             known[name].setdefault("emptyDir", {})["sizeLimit"] = value
+    disk = _disk(known.values())
+    for side in ("requests", "limits"):  # the kubelet evicts a pod whose volumes on disk outgrow its limit
+        if disk:
+            container["resources"][side]["ephemeral-storage"] = f"{math.ceil(disk / 2**30)}Gi"
     memory, shm = container["resources"]["limits"]["memory"], known.get("shm", {}).get("emptyDir", {}).get("sizeLimit")
     if shm and quantity(shm) >= quantity(memory):
         raise UsageError(f"`shm` {shm} is not below `memory` {memory}", "/dev/shm counts against the memory limit")
+
+
+def _disk(volumes: Iterable[Mapping[str, Any]]) -> float:
+    """Bytes on the node's disk that volumes may grow to, with room for logs and the image's own layer."""
+    places = [v["emptyDir"] for v in volumes if "emptyDir" in v and v["emptyDir"].get("medium") != "Memory"]
+    sizes = [quantity(place["sizeLimit"]) for place in places if place.get("sizeLimit")]
+    return sum(sizes) + ROOM if sizes else 0.0
 
 
 def _check(run: Run) -> None:
