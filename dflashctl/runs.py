@@ -208,7 +208,7 @@ def find(reference: str, backend: Backend, settings: Settings) -> Known:
         raise ApiError(
             "no run is known here", "name the OUT of one instead, e.g. `dflashctl status s3://bucket/dataset`"
         )
-    raise ApiError(f"run `{reference}` is not known here", "see `dflashctl ls`, or name its OUT instead of the run")
+    raise ApiError(f"run `{reference}` is not known here", "see `dflashctl ls`, or name its OUT, with a slash: `./OUT`")
 
 
 def _of_out(uri: str, known: list[Known], run: str | None) -> Known:

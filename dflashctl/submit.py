@@ -203,7 +203,9 @@ def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: 
     if difference := spec_difference(mine, there.spec):
         raise TakenError(f"OUT `{uri}` belongs to another spec: {difference}", hint)
     if difference := object_difference(prepared.found.objects, there, records):
-        raise TakenError(f"OUT `{uri}` belongs to another input: {difference}", f"{hint}, or use `dflashctl resume`")
+        raise TakenError(
+            f"OUT `{uri}` belongs to another input: {difference}", f"{hint}, or `resume` if it has no commit"
+        )
     pinned, _ = overlay(there, records)
     here = {o.key: o for objects in prepared.found.batch_inputs.values() for o in objects}
     of_plan = {o.key: o for batch in pinned.batches for o in batch.batch_inputs}

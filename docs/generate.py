@@ -13,7 +13,8 @@ WIDTH = 96
 HEAD = """# Command line reference
 
 Generated from `--help` by `python docs/generate.py`. The global options stand before or after the verb.
-Every setting of `tokenize` is also a key of [tokenize] in dflash.toml and a variable `DFLASH_TOKENIZE_<KEY>`.
+Every setting of `tokenize` is also a key of [tokenize] in dflash.toml and a variable `DFLASH_TOKENIZE_<KEY>`; of
+`train`, [train] and `DFLASH_TRAIN_<KEY>`.
 """
 
 
