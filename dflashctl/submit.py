@@ -240,7 +240,8 @@ def _resume(
     out = Out(known.out, PATIENT)
     plan = out.plan()
     if plan is None:
-        raise ApiError(f"`{out.uri}` has no plan", "start it with `dflashctl tokenize`")
+        again = "train" if known.kind == "train" else "tokenize"
+        raise ApiError(f"`{out.uri}` has no plan", f"`dflashctl {again}` again goes on")
     if out.dataset() is not None:
         return Started(known, out, "unchanged")
     snapshot = backend.snapshot(known.run)
