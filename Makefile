@@ -8,7 +8,7 @@ setup: .venv/ready
 demo: setup
 	$(PY) examples/demo.py
 test: setup lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n logical --dist loadfile
 lint: setup
 	$(PY) -m ruff check . && $(PY) -m mypy
 bench: setup
