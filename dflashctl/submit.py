@@ -225,58 +225,46 @@ def resume(
 ) -> Started:
     """Do what has no commit; changed files are pinned anew, `skip` names keys to drop, `gate` changes the gate."""
     with backend.exclusive():
-        return _resume(known, backend, say, skip, gate, parallelism, workers)
-
-
-def _resume(
-    known: Known,
-    backend: Backend,
-    say: Say,
-    skip: Sequence[str],
-    gate: Callable[[GateFlags], GateFlags],
-    parallelism: int | None,
-    workers: int | None,
-) -> Started:
-    out = Out(known.out, PATIENT)
-    plan = out.plan()
-    if plan is None:
-        again = "train" if known.kind == "train" else "tokenize"
-        raise ApiError(f"`{out.uri}` has no plan", f"`dflashctl {again}` again goes on")
-    if out.dataset() is not None:
-        return Started(known, out, "unchanged")
-    snapshot = backend.snapshot(known.run)
-    if snapshot is not None and snapshot.state in LIVE:
-        return Started(known, out, "running")
-    records = out.runs()
-    flags = records[-1].flags if records else {}
-    pinned, skipped = overlay(plan, records)
-    committed = out.committed()
-    missing = [i for i in range(len(plan.batches)) if i not in committed]
-    dropped = tuple(skip_key(text, pinned, committed) for text in skip)
-    wanted = gate(newest_gate(records))
-    repinned = changed_objects(pinned, missing, skipped | set(dropped))
-    for obj in repinned:
-        say(f"`{obj.key}` has changed, it is taken as it is now")
-    place = backend.flags(flags)
-    moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
-    unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)
-    if snapshot is not None and snapshot.state == "suspended" and unchanged:
-        backend.unsuspend(known.run)
-        return Started(known, out, "started")
-    operation = Operation(
-        parallelism or int(flags.get("parallelism") or 1),
-        int(flags.get("workers") or 0) if workers is None else workers,
-        wanted,
-        str(flags.get("model") or plan.model),
-        str(flags.get("spec_sha256") or plan.spec.sha256()),
-        place,
-        repinned,
-        dropped,
-    )
-    if missing:
-        job = plans.job_name(known.run, (record.run for record in records))
-        backend.check(submission(known.run, job, out.uri, missing, operation))
-    return _start(known.run, out, plan, records, operation, backend, say)
+        out = Out(known.out, PATIENT)
+        plan = out.plan()
+        if plan is None:
+            again = "train" if known.kind == "train" else "tokenize"
+            raise ApiError(f"`{out.uri}` has no plan", f"`dflashctl {again}` again goes on")
+        if out.dataset() is not None:
+            return Started(known, out, "unchanged")
+        snapshot = backend.snapshot(known.run)
+        if snapshot is not None and snapshot.state in LIVE:
+            return Started(known, out, "running")
+        records = out.runs()
+        flags = records[-1].flags if records else {}
+        pinned, skipped = overlay(plan, records)
+        committed = out.committed()
+        missing = [i for i in range(len(plan.batches)) if i not in committed]
+        dropped = tuple(skip_key(text, pinned, committed) for text in skip)
+        wanted = gate(newest_gate(records))
+        repinned = changed_objects(pinned, missing, skipped | set(dropped))
+        for obj in repinned:
+            say(f"`{obj.key}` has changed, it is taken as it is now")
+        place = backend.flags(flags)
+        moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
+        unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)
+        if snapshot is not None and snapshot.state == "suspended" and unchanged:
+            backend.unsuspend(known.run)
+            return Started(known, out, "started")
+        operation = Operation(
+            parallelism or int(flags.get("parallelism") or 1),
+            int(flags.get("workers") or 0) if workers is None else workers,
+            wanted,
+            str(flags.get("model") or plan.model),
+            str(flags.get("spec_sha256") or plan.spec.sha256()),
+            place,
+            repinned,
+            dropped,
+        )
+        if missing:
+            job = plans.job_name(known.run, (record.run for record in records))
+            backend.check(submission(known.run, job, out.uri, missing, operation))
+        return _start(known.run, out, plan, records, operation, backend, say)
 
 
 def _start(
