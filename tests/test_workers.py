@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,21 @@ def test_scratch_of_the_killed_is_removed_and_of_the_living_is_not(tmp_path: Pat
     with scratch(tmp_path):
         assert not theirs.exists()
     assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
+def test_scratch_goes_even_if_the_tidying_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = shutil.rmtree, []
+
+    def interrupted(path: Path, ignore_errors: bool) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(path, ignore_errors=ignore_errors)
+
+    with pytest.raises(KeyboardInterrupt), scratch(tmp_path) as folder:
+        (folder / "big").write_bytes(b"x")
+        monkeypatch.setattr("tokenizer.scratch.shutil.rmtree", interrupted)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_workers_do_every_task_once_and_the_first_error_ends_all() -> None:

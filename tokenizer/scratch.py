@@ -47,9 +47,18 @@ def scratch(where: Path | None = None) -> Iterator[Path]:
         yield path
     finally:
         if os.getpid() == owner:  # never in a forked child
-            shutil.rmtree(path, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            os.close(handle)
+            try:
+                _release(path, lock)
+            except BaseException:  # SIGTERM in the middle of tidying up: it is raised once, the tidying comes first
+                _release(path, lock)
+                raise
+            finally:
+                os.close(handle)
+
+
+def _release(path: Path, lock: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    lock.unlink(missing_ok=True)
 
 
 def sweep(where: Path) -> None:
