@@ -93,8 +93,13 @@ class Pool:
             while todo and len(self.running) < count:
                 index, failures = todo.popleft()
                 attempt = self._next_try(index)
-                pid = self._fork(job, index, attempt, model, max(1, workers.cpus() // count))
-                self.running[pid] = (index, failures)
+                # SIGTERM between the fork and its record would leave a process that nobody ends
+                held = signal.pthread_sigmask(signal.SIG_BLOCK, workers.ENDINGS)
+                try:
+                    pid = self._fork(job, index, attempt, model, max(1, workers.cpus() // count))
+                    self.running[pid] = (index, failures)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, held)
             pid, status = os.waitpid(-1, 0)
             self.ending.check()
             if pid not in self.running:

@@ -178,14 +178,14 @@ def fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
-    try:
-        pid = os.fork()
-        if not pid:
-            for number in ENDINGS:
-                signal.signal(number, signal.SIG_DFL)
-        return pid
-    finally:
+    pid = os.fork()
+    if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        return pid
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+    return 0
 
 
 def _child(work: Callable[[Callable[[], int | None], Report], None], channel: socket.socket) -> None:
