@@ -90,7 +90,11 @@ class EmbeddedS3:
 
     def create_bucket(self, name: str) -> None:
         """Through the server's own file interface, which needs no signature; one that exists is fine."""
-        self._filer_request("POST", f"/buckets/{name}/")
+        try:
+            self._filer_request("POST", f"/buckets/{name}/")
+        except urllib.error.HTTPError as error:
+            if error.code != 409:
+                raise
 
     def stop(self) -> None:
         """End the server; the data stay."""

@@ -112,7 +112,7 @@ def site(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Ite
     patch = pytest.MonkeyPatch()
     with contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
-        bucket = f"cluster-{os.getpid()}"
+        bucket = f"{folder.name}-{os.getpid()}"  # by the folder: two modules may share a process and its store
         s3_server.create_bucket(bucket)
         for name, value in {**s3_server.env(), "AWS_CONFIG_FILE": "/dev/null"}.items():
             patch.setenv(name, value)

@@ -40,6 +40,8 @@ def test_a_command_runs_beside_a_server_and_gives_its_exit_code(tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 7, done.stderr
+    again = subprocess.run(done.args, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 7, f"over the data of the first run: {again.stderr}"
     assert (tmp_path / "server.log").stat().st_size > 0
 
 
