@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from dflashctl import interrupt
+
 
 def main() -> int:
     """Exit code of one command."""
-    missing = [
-        name for name in ("typer", "yaml", "boto3", "pyarrow", "numpy") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        print(f"error: {', '.join(missing)} not installed\nhint: pip install 'dflashctl[cli]'", file=sys.stderr)
-        return 1
     try:
+        interrupt.guard()
+        missing = [
+            name for name in ("typer", "yaml", "boto3", "pyarrow", "numpy") if importlib.util.find_spec(name) is None
+        ]
+        if missing:
+            print(f"error: {', '.join(missing)} not installed\nhint: pip install 'dflashctl[cli]'", file=sys.stderr)
+            return 1
         from dflashctl.cli import main as run
 
-        return run()
+        return interrupt.leave(run())
     except KeyboardInterrupt:  # while modules were loaded
         print("error: interrupted", file=sys.stderr)
-        return 130
+        return interrupt.leave(interrupt.CODE)
 
 
 if __name__ == "__main__":

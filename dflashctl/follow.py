@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import queue
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from dflashctl import show
+from dflashctl import show, trained
 from dflashctl.backends.base import Backend, Known
 from dflashctl.errors import ApiError, Detached, TimedOut
 from dflashctl.plan import ranges
 from dflashctl.progress import Index
 from dflashctl.records import Out
-from dflashctl.runs import ENDED, LIVE, Status, combine, look
+from dflashctl.runs import ENDED, LIVE, Status, combine, look, unsure
+
+ANSWER_S = 10.0  # how long a question may take although the time is up
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ def speed(first: Status, now: Status, seconds: float) -> Speed:
 def progress_line(status: Status, pace: Speed) -> str:
     """One whole ASCII line about a run."""
     if status.kind == "train":
-        return ", ".join([f"{status.run} {status.state}", *(f"{name} {value}" for name, value in _training(status))])
+        return trained.line(status)
     parts = [
         f"{status.run} {status.state}",
         f"{status.succeeded}/{status.total} indexes",
@@ -55,17 +62,54 @@ def progress_line(status: Status, pace: Speed) -> str:
     return ", ".join(parts)
 
 
-def index_table(status: Status, wide: bool, busy_first: bool) -> list[str]:
-    """One line per index that has begun; busy_first: what a small screen should show before it ends."""
-    header = ["index", "state", "try", "rows", "tokens", "read", "reason"]
-    rows = []
-    for index in sorted(status.indexes, key=_interest) if busy_first else status.indexes:
-        message = index.message
-        total = int(message.get("total_bytes") or 0)
-        read = f"{int(message.get('bytes') or 0) / total:.0%}" if total else ""
-        row = [str(index.index), index.state, str(index.tries), *_counts(message), read, show.printable(index.reason)]
-        rows.append(row + ([index.pod, index.node] if wide else []))
-    return show.table(header + (["pod", "node"] if wide else []), rows, right=(0, 2, 3, 4, 5)) if rows else []
+TEXTS = ("state", "pod", "node", "reason")  # columns of the table that hold no numbers
+LOCAL = ("pod", "node", "completion")  # columns that are left out where there is nothing in them: runs of this machine
+
+
+def index_table(status: Status, columns: int | None = None, wide: bool = False, busy_first: bool = False) -> list[str]:
+    """One line per index that has begun.
+
+    columns: the width to fit, pods and nodes are shortened for it; wide: with the Job's own index; busy_first: what a
+    small screen should show before it ends.
+    """
+    indexes = sorted(status.indexes, key=_interest) if busy_first else status.indexes
+    lines: list[str] = []
+    for short in (False, True):
+        rows = [_cells(index, short) for index in indexes]
+        header = [
+            name for name in (rows[0] if rows else ())
+            if (wide or name != "completion") and (name not in LOCAL or any(row[name] for row in rows))
+        ]  # fmt: skip
+        right = [at for at, name in enumerate(header) if name not in TEXTS]
+        lines = show.table(header, [[row[name] for name in header] for row in rows], right) if rows else []
+        if columns is None or all(show.width_of(line) <= columns for line in lines):
+            break
+    return lines
+
+
+def _cells(index: Index, short: bool) -> dict[str, str]:
+    """The line of one index by column; rates are its pod's own, as it said them last."""
+    message = index.message
+    total, read = int(message.get("total_bytes") or 0), int(message.get("bytes") or 0)
+    pace = eta = ""
+    if index.state == "running" and message.get("tokens_per_s"):
+        pace = show.number(float(message["tokens_per_s"]))
+        seconds = float(message.get("tokens") or 0) / float(message["tokens_per_s"])
+        eta = show.span((total - read) * seconds / read) if total and read else ""
+    return {
+        "index": str(index.index),
+        "completion": "" if index.own is None else str(index.own),
+        "state": index.state,
+        "try": str(index.tries),
+        "pod": "-".join(index.pod.rsplit("-", 2)[-2:]) if short else index.pod,
+        "node": index.node.partition(".")[0] if short else index.node,
+        "rows": show.count(int(message["rows"])) if "rows" in message else "",
+        "tokens": show.count(int(message["tokens"])) if "tokens" in message else "",
+        "tokens/s": pace,
+        "read": f"{read / total:.0%}" if total else "",
+        "ETA": eta,
+        "reason": show.printable(index.reason),
+    }
 
 
 def _interest(index: Index) -> tuple[int, int]:
@@ -73,14 +117,12 @@ def _interest(index: Index) -> tuple[int, int]:
     return (order.index(index.state) if index.state in order else len(order), index.index)
 
 
-def _counts(message: Mapping[str, Any]) -> list[str]:
-    return [show.count(int(message[key])) if key in message else "" for key in ("rows", "tokens")]
-
-
-def status_block(status: Status, pace: Speed | None, wide: bool, busy_first: bool = False) -> list[str]:
+def status_block(
+    status: Status, pace: Speed | None, columns: int | None = None, wide: bool = False, busy_first: bool = False
+) -> list[str]:
     """A run in full, as lines; see index_table."""
     if status.kind == "train":
-        return training_block(status)
+        return trained.block(status)
     failed = f", {len(status.failed)} failed" if status.failed else ""
     active = f", {status.active} active" if status.active else ""
     pairs = [
@@ -98,35 +140,31 @@ def status_block(status: Status, pace: Speed | None, wide: bool, busy_first: boo
     if pace is not None and status.state in LIVE:
         eta = "" if pace.eta is None else f", ETA {show.span(pace.eta)}"
         pairs.append(("speed", f"{show.rate(pace.rows, 'rows')}, {show.rate(pace.tokens, 'tokens')}{eta}"))
-    table = index_table(status, wide, busy_first)
+    table = index_table(status, columns, wide, busy_first)
     return [*show.pairs(pairs), *([""] if table else []), *table]
 
 
-def training_block(status: Status) -> list[str]:
-    """A training in full, as lines."""
-    pairs = [("run", status.run), ("state", status.state), ("out", status.out)]
-    if status.reason:
-        pairs.append(("reason", show.printable(status.reason)))
-    return show.pairs([*pairs, *_training(status)])
+def within(ask: Callable[[], T], seconds: float | None) -> T:
+    """ask(), by a thread that nobody waits for: Ctrl-C comes through whatever it hangs on, and so does a time-out.
+
+    Raises queue.Empty when it has not answered within `seconds`.
+    """
+    answer: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            value = ask()
+        except Exception as error:
+            answer.put(functools.partial(_throw, error))
+        else:
+            answer.put(lambda: value)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer.get(timeout=seconds)()
 
 
-def _training(status: Status) -> list[tuple[str, str]]:
-    """What the trainer said last, as far as it said it."""
-    told = status.indexes[0].message if status.indexes else {}
-    pairs = []
-    if "step" in told:
-        pairs += [("step", f"{told['step']} of {told.get('steps', '?')}"), ("loss", f"{told['loss']:.4f}")]
-        pairs.append(("accuracy", " ".join(f"{share:.2f}" for share in told["accuracy"])))
-        if "held_out_tau" in told:
-            pairs.append(("held-out tau", f"{told['held_out_tau']:.2f}"))
-        pairs.append(("speed", show.rate(float(told["tokens_per_s"]), "tokens")))
-        busy = f"target {told['target_busy']:.0%}, drafter {told['drafter_busy']:.0%}, ring {told['ring_depth']:.1f}"
-        pairs.append(("busy", busy))
-        if told.get("saved_step", -1) >= 0:
-            pairs.append(("saved", f"step {told['saved_step']}"))
-        if status.state in LIVE:
-            pairs.append(("ETA", show.span(float(told["eta_s"]))))
-    return pairs
+def _throw(error: Exception) -> Any:
+    raise error
 
 
 def watch(
@@ -146,26 +184,37 @@ def watch(
     every_change: without a terminal print each change of state at once, besides the line every ten seconds.
     """
     screen, begin = show.Screen(sys.stderr, time.monotonic), time.monotonic()
+    state = "not known yet"
+
+    def ask(question: Callable[[], T]) -> T:
+        left = None if timeout is None else max(ANSWER_S, begin + timeout - time.monotonic())
+        try:
+            return within(question, left)
+        except queue.Empty:
+            raise TimedOut(f"run `{known.run}` is {state}, and nothing answers", "it goes on") from None
+
     try:
-        status, facts = look(backend, known, out)
+        status, facts = ask(lambda: look(backend, known, out))
         first, looks = status, 0
         while True:
-            if facts.unread and status.state not in LIVE:
-                raise ApiError(facts.unread, "the run is not touched; ask again with `dflashctl status`")
+            state = status.state
             pace = speed(first, status, time.monotonic() - begin)
             if not quiet:
                 _draw(screen, status, pace, wide, every_change)
             if stop_at(status):
+                if unsure(status, facts):
+                    raise ApiError(facts.unread, "the run is not touched; ask again with `dflashctl status`")
                 return status
             if timeout is not None and time.monotonic() - begin >= timeout:
-                raise TimedOut(f"run `{known.run}` is {status.state} after {show.span(timeout)}", "it goes on")
-            time.sleep(backend.pauses[min(looks // 10, len(backend.pauses) - 1)])
+                raise TimedOut(f"run `{known.run}` is {state} after {show.span(timeout)}", "it goes on")
+            pause = backend.pauses[min(looks // 10, len(backend.pauses) - 1)]
+            time.sleep(pause if timeout is None else max(0.0, min(pause, begin + timeout - time.monotonic())))
             looks += 1
-            snapshot = backend.snapshot(known.run)
+            snapshot = ask(lambda: backend.snapshot(known.run))
             if snapshot is not None and snapshot.state in LIVE:
                 status = combine(known, facts, snapshot)
             else:
-                status, facts = look(backend, known, out)
+                status, facts = ask(lambda: look(backend, known, out))
     except KeyboardInterrupt:
         raise Detached(
             f"detached, run `{known.run}` goes on", f"see it with `dflashctl status {known.run} -w`"
@@ -175,7 +224,12 @@ def watch(
 def _draw(screen: show.Screen, status: Status, pace: Speed, wide: bool, every_change: bool) -> None:
     line = f"{status.run} {status.state}: {status.reason}" if status.reason else progress_line(status, pace)
     key = (status.state, status.reason, status.failed)
-    screen.update(lambda: status_block(status, pace, wide, busy_first=True), line, key if every_change else None)
+
+    def block() -> list[str]:
+        columns = None if wide else shutil.get_terminal_size().columns
+        return status_block(status, pace, columns, wide, busy_first=True)
+
+    screen.update(block, line, key if every_change else None)
 
 
 class Patience:

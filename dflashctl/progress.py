@@ -27,7 +27,7 @@ STUCK_WAITING = frozenset({
 
 @dataclass(frozen=True)
 class Index:
-    """One completion index of the Job: what its newest pod does."""
+    """One index: what its newest pod does. `index` is the plan's once a backend has said which; `own` is the Job's."""
 
     index: int
     state: str  # pending | running | stuck | failed | succeeded
@@ -37,6 +37,7 @@ class Index:
     reason: str = ""
     exit_code: int | None = None
     message: Mapping[str, Any] = field(default_factory=dict)  # the pod's termination message, where it is JSON
+    own: int | None = None  # completion index of the Job
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def read_index(index: int, pods: Sequence[Object]) -> Index:
         reason=reason,
         exit_code=code,
         message=termination_message(pod),
+        own=index,
     )
 
 

@@ -115,7 +115,10 @@ def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tu
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
         return snapshot.state, snapshot.reason
     if facts.unread:
-        return snapshot.state if snapshot else "deleted", f"as far as can be told without OUT: {facts.unread}"
+        told = f"as far as can be told without OUT: {facts.unread}"
+        if snapshot is None:
+            return "deleted", told
+        return snapshot.state, "; ".join(filter(None, (snapshot.reason, told)))
     complete = total > 0 and len(facts.commits) >= total
     if facts.refused is not None and complete:
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
@@ -127,6 +130,15 @@ def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tu
             return "running", unsettled
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
+
+
+def unsure(status: Status, facts: Facts) -> bool:
+    """Whether the end depends on an OUT that could not be asked; pure. A Job that failed has failed, one that stands
+    still stands still, but what a Job did that succeeded or is gone is known by OUT alone.
+    """
+    return bool(facts.unread) and (
+        status.state == "deleted" or (status.state == "succeeded" and status.kind == "tokenize")
+    )
 
 
 def after_refusal(reason: str) -> str:

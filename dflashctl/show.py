@@ -140,12 +140,17 @@ def count(number: int | float) -> str:
     return f"{number:,.0f}"
 
 
-def rate(number: float, unit: str) -> str:
+def number(value: float) -> str:
+    """A number in a few digits, e.g. `1.2 M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f} {letter}"
+    return f"{value:.0f}"
+
+
+def rate(value: float, unit: str) -> str:
     """A rate in a few digits, e.g. `1.2 M tokens/s`."""
-    for size, letter in ((1e9, " G "), (1e6, " M "), (1e3, " k ")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}{unit}/s"
-    return f"{number:.0f} {unit}/s"
+    return f"{number(value)} {unit}/s"
 
 
 def size(number: int) -> str:

@@ -294,7 +294,7 @@ def test_ctrl_c_stop_resume_scale_and_rm(site: Site, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=30)
     took = time.monotonic() - asked
     assert process.returncode == 130 and "goes on" in err and out == "", err
-    assert took < 3.0  # a second where the machine is not busy with the rest of the suite
+    assert took < 1.0
     run = site.ctl(cwd, "ls", "-o", "name").out.split()[0]
     stopped = site.ctl(cwd, "stop", "-o", "json")
     assert stopped.code == 0 and stopped.json()["state"] == "suspended", stopped.err
@@ -350,24 +350,19 @@ def test_a_run_whose_job_is_gone_is_deleted_and_one_that_nobody_knows_is_an_erro
 
 
 def test_a_missing_secret_is_named_and_mends_itself(site: Site, tmp_path: Path) -> None:
-    double = site.needs_double("get a Secret")
     raw = upload(site, tmp_path / "in", "late", 1, 2)
-    cwd = site.settings(input=[raw], out=f"{site.bucket}/late-out", s3_secret="later")
+    cwd = site.settings(input=[raw], out=f"{site.bucket}/late-out", s3_secret="dflash-test-later")
     first = site.ctl(cwd, "tokenize", "-o", "json")
     assert first.code == 3 and first.json()["state"] == "stuck" and "CreateContainerConfigError" in first.err
-    assert 'secret "later" not found' in site.ctl(cwd, "why").out
-    double.cluster.secrets["later"] = double.cluster.secrets[SECRET]
+    assert 'secret "dflash-test-later" not found' in site.ctl(cwd, "why").out
+    site.put_secret("dflash-test-later", site.secret)
     assert site.ctl(cwd, "wait", "--timeout", "2m").code == 0
 
 
 def test_no_permission_is_preflight_and_nothing_is_written(site: Site, tmp_path: Path) -> None:
-    double = site.needs_double("take a permission away")
     raw = upload(site, tmp_path / "in", "denied", 1, 2)
     cwd = site.settings(input=[raw], out=f"{site.bucket}/denied-out")
-    double.cluster.refuse_writes = 403
-    try:
-        denied = site.ctl(cwd, "tokenize")
-    finally:
-        double.cluster.refuse_writes = None
+    with site.stranger() as env:
+        denied = site.ctl(cwd, "tokenize", **env)
     assert denied.code == 4 and "Role" in denied.err
     assert open_store(f"{site.bucket}/denied-out").stat("plan.json") is None

@@ -33,6 +33,7 @@ OUT, INDEXES, SPEC = "dflashctl/out", "dflashctl/indexes", "dflashctl/spec-sha25
 DELETE_WAIT_S = 120.0
 PROGRESS_EVERY_S = 10.0  # how often a running pod is asked for its last line
 ASKED_AT_ONCE = 8
+LINES_S = 3.0  # within which those lines have to be there: a node may have gone
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -309,13 +310,14 @@ class KubeBackend:
         """Pod name -> the last JSON line it printed, asked at most every PROGRESS_EVERY_S a pod."""
         names, now = [p["metadata"]["name"] for p in pods], time.monotonic()
         due = [n for n in names if now - self._asked.get(n, (-1e9, {}))[0] >= PROGRESS_EVERY_S]
-        for name, said in zip(due, each(self._last_line, due, ASKED_AT_ONCE), strict=True):
-            self._asked[name] = (now, said or self._asked.get(name, (0.0, {}))[1])
+        said = each(self._last_line, due, ASKED_AT_ONCE, LINES_S)
+        for name in due:
+            self._asked[name] = (now, said.get(name) or self._asked.get(name, (0.0, {}))[1])
         return {n: self._asked[n][1] for n in names}
 
     def _last_line(self, pod: str) -> Mapping[str, Any]:
         try:
-            for line in reversed(list(self.api.lines(f"{self._pods}/{pod}/log", tailLines=5))):
+            for line in reversed(list(self.api.lines(f"{self._pods}/{pod}/log", LINES_S, tailLines=5))):
                 value = json.loads(line) if line.startswith(b"{") else None
                 if isinstance(value, dict) and "rows" in value:
                     return value

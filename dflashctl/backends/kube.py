@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from dflashctl.errors import ApiError, PreflightError, UsageError
+from dflashctl.errors import ApiError, CliError, PreflightError, UsageError
 
-CONNECT_S, READ_S = 5.0, 20.0
+CONNECT_S = 5.0
+READ_S = (5.0, 10.0, 20.0)  # of the tries of one question: a dead connection is found soon, a slow server is waited for
+WRITE_S = 35.0  # admission webhooks may take thirty
 LOG_READ_S = 60.0  # a followed log may be silent; then the stream is opened anew where it ended
+PASSING = (429, 500, 502, 503, 504)  # answers that another try may mend
 PATIENCE_S = 60.0  # how long an API server may be out of reach before a command gives up
 
 
@@ -66,6 +69,7 @@ class Api:
 
         settings = client.Configuration()
         settings.retries = False  # ours are the one place
+        settings.connection_pool_maxsize = 256  # a followed log holds one; beyond the size each return is a warning
         try:
             # the library reads KUBECONFIG when it is imported; ours is read when it is used
             file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
@@ -103,17 +107,24 @@ class Api:
             raise
 
     def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
-        """All items of a list, page by page; each gets the kind that lists leave out."""
+        """All items of a list, page by page, begun anew where a page has expired (410 Gone); each gets the kind that
+        lists leave out.
+        """
         found: list[dict[str, Any]] = []
-        query = {"limit": 500, **query}
+        more = ""
         while True:
-            page = self.get(path, **query)
+            try:
+                page = self.get(path, **{"limit": 500, **query}, **({"continue": more} if more else {}))
+            except Refused as error:
+                if error.status != 410 or not more:
+                    raise
+                found, more = [], ""
+                continue
             kind = str(page.get("kind", "")).removesuffix("List")
             found += [{"kind": kind, **item} for item in page.get("items") or []]
-            more = (page.get("metadata") or {}).get("continue")
+            more = (page.get("metadata") or {}).get("continue") or ""
             if not more:
                 return found
-            query["continue"] = more
 
     def create(self, path: str, body: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
         """POST with strict validation: a field the server does not know is an error, not a silent loss."""
@@ -133,17 +144,22 @@ class Api:
             if error.status not in (404, 409):
                 raise
 
-    def lines(self, path: str, **query: Any) -> Iterator[bytes]:
-        """Whole lines of a log stream without their newline; a torn last line is kept back until it is whole.
+    def lines(self, path: str, read_s: float = LOG_READ_S, **query: Any) -> Iterator[bytes]:
+        """Lines of a log stream with their newline, which only the last one may lack. read_s: seconds of silence.
 
-        Raises ConnectionError when the stream breaks off, Refused when there is no log (yet).
+        Raises ConnectionError when there is no connection or it breaks off, Refused when there is no log (yet).
         """
-        response = self._send("GET", path, query, None, None, (CONNECT_S, LOG_READ_S), accept="*/*")
+        try:
+            response = self._send("GET", path, query, None, None, (CONNECT_S, read_s), accept="*/*")
+        except Exception as error:
+            if isinstance(error, CliError) or not _passing(error):
+                raise
+            raise ConnectionError(_words(error)) from None
         pending = b""
         try:
             for chunk in response.stream(65536):
                 *whole, pending = (pending + chunk).split(b"\n")
-                yield from whole
+                yield from (line + b"\n" for line in whole)
         except Exception as error:  # urllib3's tree of broken streams and time-outs
             raise ConnectionError(str(error)) from None
         finally:
@@ -154,7 +170,13 @@ class Api:
     def _json(
         self, method: str, path: str, query: Mapping[str, Any], body: Any = None, content: str | None = None
     ) -> dict[str, Any]:
-        response = self._retried(lambda: self._send(method, path, query, body, content, (CONNECT_S, READ_S)))
+        reads = iter(READ_S[:-1])
+
+        def send() -> Any:
+            read_s = next(reads, READ_S[-1]) if method == "GET" else WRITE_S
+            return self._send(method, path, query, body, content, (CONNECT_S, read_s))
+
+        response = self._retried(send)
         value: dict[str, Any] = json.loads(response)
         return value
 
@@ -170,10 +192,10 @@ class Api:
                     response.close()
                 return data
             except Refused as error:
-                if error.status not in (429, 500, 502, 503, 504) or time.monotonic() > end:
+                if error.status not in PASSING or time.monotonic() > end:
                     raise
             except Exception as error:
-                if isinstance(error, ApiError | UsageError) or not _passing(error):
+                if isinstance(error, CliError) or not _passing(error):
                     raise
                 if time.monotonic() > end:
                     raise ApiError(f"the API server of context `{self.context}` does not answer: {_words(error)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +55,8 @@ def add(app: typer.Typer) -> None:
             now, facts = look(backend, known, out)
             if facts.unread:
                 show.warn(facts.unread, "what the backend knows is shown")
-        show.emit(now.document(), session.output, lambda: follow.status_block(now, None, wide), known.run)
+        columns = None if wide or not show.is_terminal(sys.stdout) else shutil.get_terminal_size().columns
+        show.emit(now.document(), session.output, lambda: follow.status_block(now, None, columns, wide), known.run)
         return 0
 
     @verb(app)
@@ -78,7 +80,7 @@ def add(app: typer.Typer) -> None:
         patience = follow.Patience(seconds(stuck_after, "--stuck-after"))
         backend, known, out = opened(session, run)
         now = follow.watch(backend, known, out, patience.over, timeout=limit)
-        show.emit(now.document(), session.output, lambda: follow.status_block(now, None, False), known.run)
+        show.emit(now.document(), session.output, lambda: follow.status_block(now, None), known.run)
         if now.state != "succeeded":
             raise RunFailed(f"run `{known.run}` {now.state}" + (f": {now.reason}" if now.reason else ""))
         return 0
