@@ -136,7 +136,7 @@ class Reference:
         )
         family = self.family
         if family.thinks == "no":
-            if thought.strip():
+            if re.sub(r"^\s*<think>\n?", "", thought).strip():  # a tag alone says nothing that could be lost
                 raise Refused("reasoning_lost")
             if calls:
                 raise Refused("unstable_boundary")

@@ -36,6 +36,7 @@ from tokenizer.seams import (
     join,
     starts_open,
     trim_start,
+    unblank,
     without_open,
 )
 from tokenizer.template import Renderer
@@ -240,12 +241,12 @@ def _completion(view: View, index: int, message: Message, cut: bool) -> _Complet
     if not spoken:
         content = ""
     if not reasoned:
-        parts = join(shape.lead, content, shape.tail, "", "")
+        parts = join(shape.lead if spoken else unblank(shape.lead), content, unblank(shape.tail), "", "")
         return _Completion(parts, 1, shape, behind_thinking(parts[0]) if CLOSE_TAG in parts[0] else 0, False)
     if cut and not called and not spoken:  # while it was thinking
         parts = join(shape.lead, reasoning.removesuffix(shape.end), "", "", "")
         return _Completion(parts, 1, shape, sum(map(len, parts)), True)
-    parts = join(shape.lead, reasoning, shape.mid, content, shape.tail)
+    parts = join(shape.lead, reasoning, shape.mid, content, unblank(shape.tail))
     return _Completion(parts, 1, shape, len(parts[0]) + len(parts[1]) + behind_thinking(parts[2]), True)
 
 
@@ -261,7 +262,7 @@ def _raw(view: View, index: int, content: str, opened: bool, mismatched: bool, i
                 raise
             shape = view.shape(index, True, True)
     content = content.removesuffix(shape.end)
-    tail = trim_start(content, shape.tail) if shape.tail else ""
+    tail = trim_start(content, shape.tail) if unblank(shape.tail) else ""
     return _Completion([content, tail], 0, shape, behind_thinking(content) if inline or opened else 0, inline)
 
 

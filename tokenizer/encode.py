@@ -3,7 +3,9 @@
 What is exact is defined with one Hugging Face `tokenizers.Tokenizer`. Every piece is encoded apart and the ids are
 joined: a PROMPT piece as a server encodes the rendered template (no tokens added by a post-processor, all added tokens
 recognised), a REPLY piece with special added tokens as ordinary text, since a server strips real ones from what it
-returns; added tokens that are not special (`<think>`, `<tool_call>`) are their ids there too.
+returns; added tokens that are not special (`<think>`, `<tool_call>`) are their ids there too. Tokenizers that write a
+space in front of a text (SentencePiece) do so only where a server's would: at the start of a prompt and, if they are
+made so, behind a control token in it; never in front of a reply, which goes on from its prompt.
 
 All texts of a call are one flat batch of a fast engine; Python runs per piece, never per token. The first rows after a
 load are encoded by the definition as well, and a difference ends the pod.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -70,8 +71,7 @@ class Encoder:
             self.vocab_size, self.control_tokens = self.reference.rows, self.reference.control_tokens
         # cheap gates in front of the regular expression: no control token without its first characters
         self._gates = [sorted({token[:length] for token in self.control_tokens}) for length in (1, 2)]
-        longest_first = sorted(self.control_tokens, key=len, reverse=True)
-        self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._controls = engines.alternation(self.control_tokens)
 
     @classmethod
     def load(cls, tokenizer_dir: Path, input_bytes: int = 1 << 40) -> Encoder:
@@ -122,12 +122,17 @@ class Encoder:
                     target = split if found else plain
                 target.append(piece.text)
             where.append(target)
-        engine = self._engine(plain, split)
-        flat = {id(texts): _slices(*engine.encode(texts, texts is split)) for texts in (plain, split)}
-        parts = [
-            np.asarray(piece.ids, np.int32) if target is None else next(flat[id(target)])
-            for piece, target in zip(pieces, where, strict=True)
-        ]
+        if self.fast is None and self.reference.in_context:
+            engine: Engine = self.reference
+            bounds = itertools.pairwise(counts.tolist())
+            parts = [np.asarray(ids, np.int32) for a, b in bounds for ids in self._in_context(pieces[a:b])]
+        else:
+            engine = self._engine(plain, split)
+            flat = {id(texts): _slices(*engine.encode(texts, texts is split)) for texts in (plain, split)}
+            parts = [
+                np.asarray(piece.ids, np.int32) if target is None else next(flat[id(target)])
+                for piece, target in zip(pieces, where, strict=True)
+            ]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         mask = np.repeat(np.fromiter((piece.loss for piece in pieces), np.int8, len(pieces)), lengths)
@@ -149,6 +154,21 @@ class Encoder:
     def count_control(self, text: str) -> int:
         """How many literals of special added tokens are in a text (message content, not a rendered prompt)."""
         return sum(1 for _ in self._controls.finditer(text))
+
+    def _in_context(self, pieces: Sequence[Piece]) -> Iterator[list[int]]:
+        """The ids of each piece of one row, for a tokenizer that looks at what stands before a text."""
+        reference = self.reference
+        before: str | None = None  # a control token, empty for other text, None at the start of the row
+        for piece in pieces:
+            if piece.ids is not None:
+                yield piece.ids
+                before = reference.control_token(piece.ids[-1]) if piece.ids else before
+                continue
+            if piece.kind == REPLY:
+                yield reference.ids_of_reply(piece.text)
+            else:
+                yield reference.ids(piece.text, False) if before is None else reference.ids_behind(piece.text, before)
+            before = "" if piece.text else before
 
     def _load_fast(self) -> None:
         """Loads the whole fast vocabulary if the layout is proven; sets what else is known from the file."""

@@ -7,9 +7,12 @@ a smaller one: `pruned` leaves out every token that cannot occur in the texts at
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +75,33 @@ class Reference:
         added = self.tokenizer.get_added_tokens_decoder()
         self.rows: int = max(self.tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.control_tokens: tuple[str, ...] = tuple(token.content for token in added.values() if token.special)
+        self._controls = alternation(self.control_tokens)
+        self._normalizers = self._steps("normalizer", "normalizers")
+        self._pre_tokenizers = self._steps("pre_tokenizer", "pretokenizers")
+        # whether the ids of a text depend on what stands before it
+        self.in_context: bool = any(
+            first is not rest for first, rest in (self._normalizers, self._pre_tokenizers)
+        ) or any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+
+    def _steps(self, name: str, many: str) -> tuple[Any, Any]:
+        """A component as it stands, and without what writes a space in front of a text; one object if nothing does."""
+        own = getattr(self.tokenizer, name)
+        config = json.loads(own.__getstate__()) if own is not None else None
+        bare = without_prefix(config, many)
+        if bare == config:
+            return own, own
+        empty = {"model": {"type": "BPE", "vocab": {}, "merges": []}, name: bare}
+        return own, getattr(type(self.tokenizer).from_str(json.dumps(empty)), name)
+
+    @contextlib.contextmanager
+    def _continuing(self) -> Iterator[None]:
+        """Within it nothing writes a space in front of a text."""
+        (first, rest), (first_cut, rest_cut) = self._normalizers, self._pre_tokenizers
+        self.tokenizer.normalizer, self.tokenizer.pre_tokenizer = rest, rest_cut
+        try:
+            yield
+        finally:
+            self.tokenizer.normalizer, self.tokenizer.pre_tokenizer = first, first_cut
 
     def encode(self, texts: list[str], split_special: bool) -> tuple[Ids, Offsets]:
         self.tokenizer.encode_special_tokens = split_special
@@ -81,15 +111,36 @@ class Reference:
         return np.concatenate([np.zeros(0, np.int32), *parts]), offsets
 
     def ids(self, text: str, split_special: bool) -> list[int]:
-        """Ids of one text."""
+        """Ids of one text at the start of a row."""
         self.tokenizer.encode_special_tokens = split_special
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def ids_of_reply(self, text: str) -> list[int]:
+        """Ids of a reply: it goes on from the prompt, so a space in front of it is one that the model emitted."""
+        with self._continuing():
+            return self.ids(text, True)
+
+    def ids_behind(self, text: str, token: str) -> list[int]:
+        """Ids of a prompt's text in the middle of a row, behind a control token or (empty) in the middle of a text."""
+        if token:
+            return self.ids(token + text, False)[1:]
+        control = self._controls.search(text)
+        head = text[: control.start()] if control else text
+        with self._continuing():
+            ids = self.ids(head, False)
+        return ids + self.ids(text[len(head) :], False)
+
+    def control_token(self, number: int) -> str:
+        """The control token of an id; empty where it is another token's."""
+        token = self.tokenizer.id_to_token(number)
+        return str(token) if token in self.control_tokens else ""
+
     def first_token_from(self, text: str, char: int) -> int:
         """Index of the first token of a reply that starts at or after a character offset."""
         self.tokenizer.encode_special_tokens = True
-        starts = [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
+        with self._continuing():
+            starts = [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
         return int(np.searchsorted(np.asarray(starts, np.int64), char))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -114,6 +165,28 @@ class Fast:
     def decode(self, ids: Sequence[int]) -> str:
         """Only with the whole vocabulary."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def without_prefix(config: Any, many: str) -> Any:
+    """A normalizer's or pre-tokenizer's JSON without the space that SentencePiece writes in front of a text.
+
+    many: under which key a sequence of it has its steps.
+    """
+    if not isinstance(config, dict):
+        return config
+    if config.get("type") == "Sequence":
+        steps = [without_prefix(step, many) for step in config[many]]
+        return {**config, many: [step for step in steps if step is not None]}
+    if config.get("type") == "Prepend":
+        return None
+    if config.get("type") == "Metaspace":
+        return {**config, "prepend_scheme": "never"}
+    return {**config, "add_prefix_space": False} if config.get("add_prefix_space") else config
+
+
+def alternation(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest first; nothing where there is none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -10,11 +10,12 @@ PROMPT, REPLY, END, IDS, BARE = range(5)
 class Piece(NamedTuple):
     """A stretch of one row.
 
-    kind PROMPT: text, encoded as a server does, every added token recognised. REPLY: text, control tokens in it are
-    ordinary text. END: one control token that the model emitted, by id. IDS: ids that the row brought, used as they are
-    once they agree with `text` (empty: the row has none), see `same_text`. loss_from: characters of `text` that are not
-    learnt although `loss` is set; of ids without text, any but 0 means the white space that they start with.
-    BARE: ids of a prompt that hold `text` among others, since the row shows no more of it.
+    kind PROMPT: text, encoded as a server does, every added token recognised, behind what stands before it in the row.
+    REPLY: text that goes on from its prompt; control tokens in it are ordinary text. END: one control token that the
+    model emitted, by id. IDS: ids that the row brought, used as they are once they agree with `text` (empty: the row
+    has none), see `same_text`. loss_from: characters of `text` that are not learnt although `loss` is set; of ids
+    without text, any but 0 means the white space that they start with. BARE: ids of a prompt that hold `text` among
+    others, since the row shows no more of it.
     """
 
     text: str

@@ -17,8 +17,8 @@ def join(first: str, a: str, second: str, b: str, third: str) -> list[str]:
     Without `a`, second is empty; without `b`, third is.
     """
     if a:
-        if first and a[0].isspace():
-            first = _trim_end(first, a)
+        if first and a[0].isspace():  # a text that was not stripped has all the white space that there was
+            first = _trim_end(first, a) if first.strip() else ""
         if CLOSE_TAG in a and a.rstrip().endswith(CLOSE_TAG) and CLOSE_TAG in second:
             second = second[behind_thinking(second) :]
         if second and a[-1].isspace():
@@ -45,6 +45,13 @@ def _trim_end(seam: str, text: str) -> str:
         if text.startswith(seam[len(seam) - size :]):
             return seam[: len(seam) - size]
     return seam
+
+
+def unblank(seam: str) -> str:
+    """A seam in front of the end token, or none where it is white space alone: nothing takes that from the end of what
+    the model wrote, so what the text does not hold was not emitted.
+    """
+    return seam if seam.strip() else ""
 
 
 def starts_open(text: str) -> bool:
