@@ -4,8 +4,10 @@ On a real cluster these may be set, else the defaults are tried:
     DFLASH_TEST_IMAGE       tokenizer image that its nodes can start; default localhost/dflash-tokenizer:<version>
     DFLASH_TEST_NAMESPACE   must exist; default the context's
     DFLASH_TEST_S3_HOST     address under which its pods reach this machine, where the S3 server runs
-Its Secret, service account and Jobs are made in that namespace. What only the double can do on order (an OOM kill, a
-cut stream, an expired token) are steps of their own, which are skipped there by name.
+The kubeconfig is an administrator's of that namespace, for the suite alone: it makes the Secret, the service accounts
+and the Role of k8s/base there, and the commands run as a service account that is bound to that Role and to no more.
+What only the double can do on order (an OOM kill, a cut stream, an expired token) are steps of their own, which are
+skipped there by name.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import yaml
 from cli_fixtures import Done, command, environment
 from cli_fixtures import ctl as run_ctl
 from double.api import Double
-from double.kubelet import Process
+from double.kubelet import Process, disrupt
 from job_fixtures import ROOT
 from vocab import tiny_dir
 
@@ -45,9 +47,11 @@ IMAGE = "test.example/dflash-tokenizer:double"
 class Site:
     """One cluster with a namespace, a bucket that its pods reach, and a folder to type commands in."""
 
-    def __init__(self, folder: Path, double: Double | None, image: str, bucket: str, pod_env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, double: Double | None, image: str, bucket: str, pod_env: dict[str, str],
+                 secret: dict[str, str]) -> None:  # fmt: skip
         self.folder, self.double, self.image, self.bucket = folder, double, image, bucket
         self.pod_env = pod_env
+        self.secret = secret
         self.api = Api()
         self.namespace = double.namespace if double else os.environ.get("DFLASH_TEST_NAMESPACE") or self.api.namespace
         self.jobs = f"/apis/batch/v1/namespaces/{self.namespace}/jobs"
@@ -82,6 +86,54 @@ class Site:
 
     def delete_pod(self, pod: dict[str, Any]) -> None:
         self.api.delete(f"{self.pods}/{pod['metadata']['name']}", pod["metadata"]["uid"])
+
+    def evict(self, pod: dict[str, Any]) -> None:
+        """As a node drain does it."""
+        if self.double:
+            mine = self.double.cluster.get("pods", self.namespace, pod["metadata"]["name"])
+            disrupt(self.double.cluster, self.double.kubelet, mine or pod)
+            return
+        meta = {"name": pod["metadata"]["name"], "namespace": self.namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
+        self.api.create(f"{self.pods}/{meta['name']}/eviction", body)
+
+    @contextlib.contextmanager
+    def quota(self, pods: int) -> Iterator[None]:
+        """At most so many pods may live in the namespace."""
+        path = f"/api/v1/namespaces/{self.namespace}/resourcequotas"
+        if self.double:
+            self.double.cluster.quota = pods
+        else:
+            meta, hard = {"name": "dflash-test"}, {"pods": str(pods)}
+            body = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": meta, "spec": {"hard": hard}}
+            apply(self, "resourcequotas", body)
+            until(lambda: (self.api.get(f"{path}/dflash-test").get("status") or {}).get("hard"))
+        try:
+            yield
+        finally:
+            if self.double:
+                self.double.cluster.quota = None
+            else:
+                self.api.delete(f"{path}/dflash-test", self.api.get(f"{path}/dflash-test")["metadata"]["uid"])
+
+    def put_secret(self, name: str, values: dict[str, str]) -> None:
+        if self.double:
+            self.double.cluster.secrets[name] = values
+            return
+        data = {k: base64.b64encode(v.encode()).decode() for k, v in values.items()}
+        apply(self, "secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data})
+
+    @contextlib.contextmanager
+    def stranger(self) -> Iterator[dict[str, str]]:
+        """Environment of somebody who may do nothing in the namespace."""
+        if self.double is None:
+            yield {"KUBECONFIG": str(user(self, str(KUBECONFIG), "dflash-test-stranger"))}
+            return
+        self.double.cluster.refuse_writes = 403
+        try:
+            yield {}
+        finally:
+            self.double.cluster.refuse_writes = None
 
     def needs_double(self, what: str) -> Double:
         """The double, or a skip that names the step."""
@@ -122,8 +174,11 @@ def site(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Ite
             host = os.environ.get("DFLASH_TEST_S3_HOST") or _address(KUBECONFIG)
             port = stack.enter_context(forwarder(s3_server.endpoint))
             image = os.environ.get("DFLASH_TEST_IMAGE") or f"localhost/dflash-tokenizer:{release()}"
-            found = Site(folder, None, image, f"s3://{bucket}", {"AWS_ENDPOINT_URL_S3": f"http://{host}:{port}"})
-            stack.enter_context(furnished(found, secret))
+            found = Site(
+                folder, None, image, f"s3://{bucket}", {"AWS_ENDPOINT_URL_S3": f"http://{host}:{port}"}, secret
+            )
+            stack.enter_context(furnished(found))
+            patch.setenv("KUBECONFIG", str(user(found, KUBECONFIG, "dflash-test-user")))
         else:
             double = stack.enter_context(Double(folder))
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -131,7 +186,7 @@ def site(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Ite
             double.cluster.images[IMAGE] = runner
             double.cluster.secrets[SECRET] = secret
             patch.setenv("KUBECONFIG", str(double.kubeconfig))
-            found = Site(folder / "typed", double, IMAGE, f"s3://{bucket}", s3_server.env())
+            found = Site(folder / "typed", double, IMAGE, f"s3://{bucket}", s3_server.env(), secret)
         yield found
 
 
@@ -174,21 +229,54 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def furnished(site: Site, secret: dict[str, str]) -> Iterator[None]:
-    """The Secret and the service account in the namespace of a real cluster; our Jobs are removed at the end."""
-    core = f"/api/v1/namespaces/{site.namespace}"
-    data = {k: base64.b64encode(v.encode()).decode() for k, v in secret.items()}
-    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "data": data}
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "dflash-tokenize"}}
-    for plural, document in (("secrets", body), ("serviceaccounts", account)):
-        try:
-            site.api.create(f"{core}/{plural}", document)
-        except Refused as error:
-            if error.status != 409:
-                raise
-            site.api.patch(f"{core}/{plural}/{document['metadata']['name']}", document)
+def furnished(site: Site) -> Iterator[None]:
+    """The Secret, the accounts and the Role in the namespace of a real cluster; our Jobs are removed at the end."""
+    site.put_secret(SECRET, site.secret)
+    base = ROOT / "k8s" / "base"
+    for account in yaml.safe_load_all((base / "serviceaccounts.yaml").read_text()):
+        apply(site, "serviceaccounts", account)
+    role = yaml.safe_load((base / "role.yaml").read_text())
+    apply(site, "roles", role)
+    for name in ("dflash-test-user", "dflash-test-stranger"):
+        apply(site, "serviceaccounts", {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": "dflash-test-user"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]},
+        "subjects": [{"kind": "ServiceAccount", "name": "dflash-test-user", "namespace": site.namespace}],
+    }
+    apply(site, "rolebindings", binding)
     try:
         yield
     finally:
         for job in site.api.items(site.jobs, labelSelector="app.kubernetes.io/managed-by=dflashctl"):
             site.api.delete(f"{site.jobs}/{job['metadata']['name']}", job["metadata"]["uid"])
+
+
+def apply(site: Site, plural: str, document: dict[str, Any]) -> None:
+    """Create it in the namespace of the site, or bring what is there to this form."""
+    version = document["apiVersion"]
+    root = f"/api/{version}" if version == "v1" else f"/apis/{version}"
+    path = f"{root}/namespaces/{site.namespace}/{plural}"
+    try:
+        site.api.create(path, document)
+    except Refused as error:
+        if error.status != 409:
+            raise
+        site.api.patch(f"{path}/{document['metadata']['name']}", document)
+
+
+def user(site: Site, kubeconfig: str, account: str) -> Path:
+    """A kubeconfig of that service account on the same cluster, with a token of two hours."""
+    path = f"/api/v1/namespaces/{site.namespace}/serviceaccounts/{account}/token"
+    token = site.api.create(path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest",
+                                   "spec": {"expirationSeconds": 7200}})["status"]["token"]  # fmt: skip
+    config = yaml.safe_load(Path(kubeconfig).read_text())
+    context = next(c for c in config["contexts"] if c["name"] == config["current-context"])
+    context["context"] |= {"user": account, "namespace": site.namespace}
+    config["users"] = [{"name": account, "user": {"token": token}}]
+    file = site.folder / f"{account}.kubeconfig"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(config))
+    return file

@@ -40,6 +40,10 @@ class Controller(threading.Thread):
                 self.cluster.drop("jobs", job)
             return
         if _has(job, "Complete") or _has(job, "Failed"):
+            ttl = job["spec"].get("ttlSecondsAfterFinished")
+            books.ended = books.ended or time.monotonic()
+            if ttl is not None and time.monotonic() - books.ended > ttl:
+                job["metadata"]["deletionTimestamp"] = now()
             return
         spec = job["spec"]
         self._count(job, books, pods)
@@ -251,6 +255,7 @@ class Books:
         self.next_at: dict[int, float] = {}
         self.failed = 0
         self.started: float | None = None
+        self.ended: float | None = None
         self.fail: tuple[str, str] | None = None
 
 
