@@ -1,4 +1,4 @@
-"""A training whose data and OUT are on S3: a lost machine costs the steps behind the last checkpoint, no more."""
+"""A training whose data, target and OUT are on S3: a lost machine costs the steps behind the last checkpoint, no more."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from train_fixtures import random_rows, write_dataset
-from train_runs import args, finish, start, train
+from train_runs import args, finish, start, target_dir, train
 
 from tokenizer.store import open_store
 
@@ -17,9 +17,12 @@ def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
     raw = open_store(f"{s3}/data")
     for path in data.iterdir():
         raw.upload_file(path, path.name)
-    told = args(f"{s3}/data", f"{s3}/out", steps=24, checkpoint_every="2")
+    models = open_store(f"{s3}/models")
+    for path in target_dir().iterdir():
+        models.upload_file(path, f"Tiny/{path.name}")
+    told = args(f"{s3}/data", f"{s3}/out", steps=24, checkpoint_every="2", target=f"{s3}/models/Tiny")
 
-    first = start(told, DFLASH_SCRATCH=str(tmp_path / "one"))
+    first = start(told, DFLASH_SCRATCH=str(tmp_path / "one"), XDG_CACHE_HOME=str(tmp_path / "cache"))
     for line in first.stdout:
         if '"event": "progress"' in line:
             break
@@ -30,8 +33,14 @@ def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
     assert 1 <= stopped < 24
     assert len(list((tmp_path / "one" / "datasets").glob("*.arrow"))) == 2
 
-    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "two"))
+    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "two"), DFLASH_MODEL_CACHE=str(tmp_path / "model"))
     assert code == 0, text
+    fetched = [line for line in lines if line["event"] == "fetch"]
+    assert fetched[-1]["bytes"] == fetched[-1]["total_bytes"] > 0
+    [here], [there] = ((tmp_path / "cache" / "dflash" / "targets").glob("Tiny-*"), (tmp_path / "model").glob("Tiny-*"))
+    assert here.name == there.name  # the same objects are the same directory, wherever it is
+    verifier = json.loads(out.get_bytes("export-speculators/config.json"))["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == f"{s3}/models/Tiny"
     assert any(f"goes on after step {stopped} of 24" in str(line.get("message")) for line in lines)
     steps = [json.loads(line) for line in out.get_bytes("metrics.jsonl").splitlines()]
     assert [m["step"] for m in steps if "loss" in m] == list(range(1, 25))
@@ -44,5 +53,6 @@ def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
     assert json.loads(out.get_bytes("provenance.json"))["finished"] is True
     assert [path.name for path in (tmp_path / "two" / "training").glob("*/checkpoints/*")] == ["step-000024"]
 
-    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "three"))
+    code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "three"), DFLASH_MODEL_CACHE=str(tmp_path / "model"))
     assert code == 0 and any(line["event"] == "unchanged" for line in lines), text
+    assert any("already" in str(line.get("message")) for line in lines)

@@ -62,12 +62,15 @@ class FileStore(Store):
             etag = file_etag(os.fstat(file.fileno()))
             return file.read(), etag
 
-    def open_stream(self, key: str, etag: str | None = None, size: int | None = None) -> Iterator[bytes]:
+    def open_stream(
+        self, key: str, etag: str | None = None, size: int | None = None, start: int = 0
+    ) -> Iterator[bytes]:
         path = self._path(key)
         with _errors(path), open(path, "rb", buffering=0) as file:
             before = file_etag(os.fstat(file.fileno()))
             if etag is not None and before != etag:
                 raise changed(path)
+            file.seek(start)
             while piece := file.read(PIECE):
                 yield piece
             if file_etag(os.fstat(file.fileno())) != before:  # written to while it was read

@@ -77,7 +77,9 @@ class S3Store(Store):
     def get(self, key: str) -> tuple[bytes, str]:
         return self._fetch(key, 0, None, None, threading.Event())
 
-    def open_stream(self, key: str, etag: str | None = None, size: int | None = None) -> Iterator[bytes]:
+    def open_stream(
+        self, key: str, etag: str | None = None, size: int | None = None, start: int = 0
+    ) -> Iterator[bytes]:
         if etag is None or size is None:
             stat = self.stat(key)
             if stat is None:
@@ -86,18 +88,18 @@ class S3Store(Store):
                 raise changed(self.uri(key))
             etag, size = stat.etag, stat.size
         stop = threading.Event()
-        starts = range(0, size, PIECE)
+        starts = range(start, size, PIECE)
         if len(starts) <= 1:
-            if size:
-                yield self._fetch(key, 0, size, etag, stop)[0]
+            if start < size:
+                yield self._fetch(key, start, size, etag, stop)[0]
             return
         self._connection()  # made here, not by several threads at once
         pool, waiting, following = self._pool(), deque[Future[tuple[bytes, str]]](), iter(starts)
         ahead = min(IN_FLIGHT, self._options.threads + 1)
         try:
             while True:
-                while len(waiting) < ahead and (start := next(following, None)) is not None:
-                    waiting.append(pool.submit(self._fetch, key, start, min(start + PIECE, size), etag, stop))
+                while len(waiting) < ahead and (at := next(following, None)) is not None:
+                    waiting.append(pool.submit(self._fetch, key, at, min(at + PIECE, size), etag, stop))
                 if not waiting:
                     return
                 yield waiting.popleft().result()[0]

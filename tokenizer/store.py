@@ -140,8 +140,10 @@ class Store(ABC):
         return self.get(key)[0]
 
     @abstractmethod
-    def open_stream(self, key: str, etag: str | None = None, size: int | None = None) -> Iterator[bytes]:
-        """The bytes in order, in pieces of at most PIECE; memory and requests in flight are bounded.
+    def open_stream(
+        self, key: str, etag: str | None = None, size: int | None = None, start: int = 0
+    ) -> Iterator[bytes]:
+        """The bytes from `start` on, in order, in pieces of at most PIECE; memory and requests in flight are bounded.
 
         With `etag` (as listed): another content is a StoreError of kind "changed" (exit 65) that names the key.
         Close the iterator to stop early.

@@ -25,6 +25,7 @@ from trainer.config import DrafterConfig, Specials, derive
 from trainer.data import Dataset, Index, Schedule
 from trainer.evaluate import check_pair, tokenizer_files
 from trainer.export import read_drafter_config
+from trainer.fetch import Tell, local_target
 from trainer.job import TrainArgs, parse_split
 from trainer.link import World
 from trainer.provenance import check_tokenizer, fingerprint, identity, lock, story
@@ -33,16 +34,23 @@ from trainer.target import read_config
 READY, INDEX, PROVENANCE = "ready.json", "index.npz", "provenance.json"
 STAGING_ENV = "DFLASH_CHECKPOINTS"  # where what goes to S3 is written first; two checkpoints must fit
 STORE = Options(auth_patience=90.0)
+FLAGS = {  # field of a drafter -> the flag that sets it
+    "num_hidden_layers": "layers",
+    "block_size": "block-size",
+    "target_layer_ids": "taps",
+    "mask_token_id": "mask-token-id",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the ranks start from. local: where OUT is written on this machine. checkpoint: directory, or empty.
+    """What the ranks start from. target: its path on this machine. local: where OUT is written on it.
 
-    finished: OUT holds the end of this very training already.
+    checkpoint: directory, or empty. finished: OUT holds the end of this very training already.
     """
 
     paths: tuple[str, ...]
+    target: str
     config: dict[str, Any]
     identity: dict[str, Any]
     story: dict[str, Any]
@@ -85,20 +93,26 @@ def schedule(args: TrainArgs, index: Index) -> Schedule:
     )
 
 
-def prepare(args: TrainArgs, work: Path, say: Callable[[str], None], beat: Callable[[], None]) -> Ready:
-    """Check everything, take OUT, find the checkpoint; leave `Ready` and the index in `work`.
+def prepare(args: TrainArgs, work: Path, tell: Tell, beat: Callable[[], None]) -> Ready:
+    """Check everything, fetch the target, take OUT, find the checkpoint; leave `Ready` and the index in `work`.
 
-    Raises JobError: 65 the data, 73 no room for it, 78 target, tokenizer, drafter or OUT do not fit.
+    tell: gets `note` and `fetch` events. Raises JobError: 65 the data, 73 no room for data or target, 75 what may pass,
+    78 target, tokenizer, drafter or OUT do not fit.
     """
+
+    def say(text: str) -> None:
+        tell({"event": "note", "message": text})
+
     try:
         store, out, uri = open_store(args.dataset, STORE), open_store(args.out, STORE), parse_uri(args.out)
     except ValueError as error:
         raise JobError(Exit.USAGE, str(error), "give paths, file:// or s3://") from error
     record = read_record(store, args.allow_degenerate)
-    target = read_config(args.target)
+    where = local_target(args.target, tell, lambda folder: check_tokenizer(folder, record, args.target))
+    target = read_config(where)
     text = target.get_text_config(decoder=True)
     dataset = Dataset([Path(p) for p in local_shards(args.dataset, record, say)], args.max_length)
-    with tokenizer_files(args.target) as folder:
+    with tokenizer_files(where) as folder:
         check_tokenizer(folder, record, args.target)
         specials = Specials.read(folder)
     index, used = dataset.index(record, int(text.vocab_size), args.held_out, beat)
@@ -110,11 +124,11 @@ def prepare(args: TrainArgs, work: Path, say: Callable[[str], None], beat: Calla
     ):
         if index.counts[name]:
             say(f"{index.counts[name]} {why}")
-    config, origin = _config(args, target, specials, np.flatnonzero(used).tolist())
+    config, origin = choose(args, target, specials, np.flatnonzero(used).tolist())
     generator = record["spec"].get("generator", "")
-    if generator and generator.partition("@")[0] not in (args.target.partition("@")[0], Path(args.target).name):
+    if generator and model_name(generator) != model_name(args.target):
         say(f"warning: the completions were made by `{generator}`, the target is `{args.target}`")
-    wanted = identity(args, record, fingerprint(args.target))
+    wanted = identity(args, record, fingerprint(where))
     lock(out, wanted)
     remote = uri.scheme == "s3"
     scratch = Path(os.environ.get("DFLASH_SCRATCH") or tempfile.gettempdir())
@@ -129,6 +143,7 @@ def prepare(args: TrainArgs, work: Path, say: Callable[[str], None], beat: Calla
     index.save(work / INDEX)
     ready = Ready(
         paths=tuple(str(path) for path in dataset.paths),
+        target=where,
         config=config.to_dict(),
         identity=wanted,
         story=story(wanted, args, record, drafter=origin, rows=dict(index.counts)),
@@ -142,8 +157,16 @@ def prepare(args: TrainArgs, work: Path, say: Callable[[str], None], beat: Calla
     return ready
 
 
-def _config(args: TrainArgs, target: Any, specials: Specials, used: list[int]) -> tuple[DrafterConfig, dict[str, str]]:
-    """The drafter's shape, and where each value comes from."""
+def model_name(text: str) -> str:
+    """`org/Name@rev`, `s3://models/Name` and `/model/Name` are the same model by this name."""
+    return text.partition("@")[0].rstrip("/").rpartition("/")[2]
+
+
+def choose(args: TrainArgs, target: Any, specials: Specials, used: list[int]) -> tuple[DrafterConfig, dict[str, str]]:
+    """The drafter's shape, and where each value comes from. used: token ids that occur in the data.
+
+    Raises JobError: 64 naming the flag whose value does not fit this target, 78 anything else that does not fit.
+    """
     if args.init_from:
         config = read_drafter_config(Path(args.init_from))
         check_pair(config, target)
@@ -154,5 +177,11 @@ def _config(args: TrainArgs, target: Any, specials: Specials, used: list[int]) -
         "target_layer_ids": args.tap_list(),
         "mask_token_id": args.mask_token_id if args.mask_token_id >= 0 else None,
     }
-    choice = derive(target.to_dict(), specials, chosen, used)
+    try:
+        choice = derive(target.to_dict(), specials, chosen, used)
+    except JobError as error:
+        name, _, why = error.message.partition(": ")
+        if name in FLAGS and chosen[name] is not None:
+            raise JobError(Exit.USAGE, f"--{FLAGS[name]} cannot be: {why}", error.hint) from error
+        raise
     return choice.config, dict(choice.origin)

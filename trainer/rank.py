@@ -34,12 +34,12 @@ from trainer.job import TrainArgs, parse_cadence
 from trainer.link import Groups, World, meet
 from trainer.loop import Learner, Rank, Rules, Step, acceptance, run_target, source_for
 from trainer.loss import Objective, default_gamma
-from trainer.metrics import Metrics, cut_back
+from trainer.metrics import NOTHING, Metrics, cut_back
 from trainer.optim import AdamW
 from trainer.prepare import INDEX, PROVENANCE, STORE, Ready, schedule
 from trainer.target import Target
 
-PROGRESS_SECONDS = 2.0
+PROGRESS_SECONDS = 10.0  # between two progress lines
 EXPORT, SPECULATORS = "export", "export-speculators"
 SERVED_TOLERANCE = 0.10  # share by which the exported drafter's tau may lie below the trained one's, beside chance
 
@@ -85,19 +85,23 @@ def run(place: Place) -> int:
     target = None
     if world.colocated or world.is_target(number):
         disable_progress_bar()
-        target = Target.load(args.target, config.target_layer_ids, dtype=dtype, device=device)
+        target = Target.load(place.ready.target, config.target_layer_ids, dtype=dtype, device=device)
     store = dist.FileStore(str(place.work / "ranks"), world.size)  # type: ignore[attr-defined]
-    groups = Groups(world, device, store, number)
+    with board.waiting(number):
+        groups = Groups(world, device, store, number)
     plan = schedule(args, index)
     rank = Rank(world, groups, board, dataset, index, plan, finals=2)
-    embed, head = frozen(groups, target, config, device, dtype)
+    with board.waiting(number):
+        embed, head = frozen(groups, target, config, device, dtype)
     if target is not None and not world.colocated:
         run_target(rank, target, place.ready.start)
-        groups.close()
+        with board.waiting(number):
+            groups.close()
         return int(Exit.OK)
-    learner = make_learner(rank, place, target, config, embed, head)
-    code = Student(place, rank, learner, stop).run()
-    groups.close()
+    learner, counts = make_learner(rank, place, target, config, embed, head)
+    code = Student(place, rank, learner, stop, counts).run()
+    with board.waiting(number):
+        groups.close()
     return code
 
 
@@ -126,28 +130,31 @@ def frozen(
 
 def make_learner(
     rank: Rank, place: Place, target: Target | None, config: DrafterConfig, embed: Tensor, head: Tensor
-) -> Learner:
-    """Drafter and optimiser, from the checkpoint, from --init-from, or from the seed."""
+) -> tuple[Learner, dict[str, int]]:
+    """Drafter and optimiser, from the checkpoint, from --init-from, or from the seed; and what was trained so far."""
     args, ready = place.args, place.ready
     if args.init_from and not ready.checkpoint:
         drafter = load_drafter(Path(args.init_from), dtype=torch.float32)
     else:
         drafter = Drafter(config).init(args.seed)
     optimizer = AdamW(drafter.to(device=embed.device, dtype=embed.dtype))
+    counts = dict(NOTHING)
     if ready.checkpoint:
         snapshot = checkpoint.read(Path(ready.checkpoint))
         optimizer.restore(snapshot.state, snapshot.updates)
+        counts |= snapshot.counters
     rules = Rules(args.seed, args.anchors, args.lr, args.schedule, Objective(default_gamma(config.block_size)))
     width = len(config.target_layer_ids) * config.hidden_size
     source = source_for(rank, target, ready.start, width, embed.dtype)
-    return Learner(rank, drafter, optimizer, rules, source, embed, head)
+    return Learner(rank, drafter, optimizer, rules, source, embed, head), counts
 
 
 class Student:
     """A drafter rank's way through the steps."""
 
-    def __init__(self, place: Place, rank: Rank, learner: Learner, stop: Stop) -> None:
-        self.place, self.rank, self.learner, self.stop = place, rank, learner, stop
+    def __init__(self, place: Place, rank: Rank, learner: Learner, stop: Stop, counts: dict[str, int]) -> None:
+        """counts: what has been trained so far, counted on."""
+        self.place, self.rank, self.learner, self.stop, self.counts = place, rank, learner, stop, counts
         self.leads = rank.me == rank.world.leader
         self.every, self.seconds = parse_cadence(place.args.checkpoint_every)
         self.saved_at = self.said_at = time.monotonic()
@@ -164,7 +171,7 @@ class Student:
             self.writer = Writer(
                 self._store(), self.local, self.learner.drafter.config, ready.identity, self._say, ready.remote
             )
-            self.metrics = Metrics(self.local, self.rank.world, self.rank.board, plan.total, plan.steps_per_epoch)
+            self.metrics = Metrics(self.local, self.rank.world, self.rank.board, plan.total, self.counts)
         for number in range(ready.start, plan.total):
             found = self.learner.step(number, stop=self.stop.asked, save=self._due(number + 1))
             self._after(found)
@@ -211,7 +218,7 @@ class Student:
         self.saved_at = time.monotonic()
         optimizer = self.learner.optimizer
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.state().items()}
-        self.writer.submit(Snapshot(steps, optimizer.updates, state))
+        self.writer.submit(Snapshot(steps, optimizer.updates, state, dict(self.counts)))
 
     def _close_writer(self) -> None:
         if self.writer:
@@ -236,7 +243,8 @@ class Student:
             self.metrics.measured(plan.total, trained)
         if self.leads:
             self._export(acceptance(trained))
-        meet(self.rank.groups.drafters)
+        with self.rank.board.waiting(self.rank.me):
+            meet(self.rank.groups.drafters)
         exported = load_drafter(
             self.local / EXPORT, dtype=learner.embed_VH.dtype, device=learner.embed_VH.device
         ).eval()
@@ -252,8 +260,10 @@ class Student:
         self.rank.board.beat(self.rank.me, Phase.EXPORT)
         drafter, story = self.learner.drafter, {**self.place.ready.story, "held_out_tau": tau}
         write_zlab(drafter, self.local / EXPORT, story)
+        here, told = self.place.ready.target, self.place.args.target
+        known_as = "" if here == told else told.partition("@")[0]
         try:
-            write_speculators(drafter, self.local / SPECULATORS, self.place.args.target, story)
+            write_speculators(drafter, self.local / SPECULATORS, here, story, known_as)
         except JobError as error:
             if error.code != Exit.CONFIG:
                 raise
@@ -263,10 +273,10 @@ class Student:
         """Send what is not in OUT yet; provenance.json last: with it the training is complete."""
         store, ready = self._store(), self.place.ready
         if ready.remote:
-            for folder in (EXPORT, SPECULATORS, "tensorboard"):
+            for folder in (EXPORT, SPECULATORS):
                 for path in sorted((self.local / folder).glob("*")):
                     store.upload_file(path, f"{folder}/{path.name}")
-            store.upload_file(self.local / checkpoint.METRICS, checkpoint.METRICS)
+            checkpoint.push_figures(store, self.local)
         story = {**ready.story, "finished": True, "steps": self.rank.plan.total}
         story |= {"held_out_tau": tau, "exported_tau": served}
         text = json.dumps(story, indent=2, sort_keys=True) + "\n"

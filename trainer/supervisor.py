@@ -269,12 +269,7 @@ class Supervisor:
 
         def body(tell: Callable[[Mapping[str, Any]], None]) -> int:
             world_of(self.args.split)
-            prepare(
-                self.args,
-                work,
-                lambda text: tell({"event": "note", "message": text}),
-                lambda: board.beat(0, Phase.LOAD),
-            )
+            prepare(self.args, work, tell, lambda: board.beat(0, Phase.LOAD))
             return int(Exit.OK)
 
         child = self.fork("prepare", body, None)
