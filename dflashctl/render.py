@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from dflashctl.errors import UsageError
+from dflashctl.overrides import assign, check_variable
 from tokenizer.job import Exit
 
 FAIL_JOB = {
@@ -25,27 +26,22 @@ FAIL_JOB = {
     "train": (Exit.USAGE, Exit.DATA, Exit.SELF_CHECK, Exit.DISK_FULL, Exit.DIVERGED, Exit.CONFIG),
 }
 FAIL_INDEX = {"tokenize": (Exit.DATA,), "train": ()}
+#: A volume -> the variable that tells the pod its size, which a pod cannot find out: it sees the node's disk.
+SIZES = {"model": "DFLASH_MODEL_CACHE_BYTES", "data": "DFLASH_DATA_CACHE_BYTES"}
+MODEL = "/model"  # where the Job mounts the volume `model`
 
 NAME_LIMIT = 40  # leaves room for -rN, the completion index and the pod's suffix below the 63 of a label
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 ROOM = 2.0 * 2**30  # bytes
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mkMGTPE])?")
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: An environment variable of such a name would put a secret in the manifest: it belongs in a Secret.
-_SECRET_NAME = re.compile(
-    r"(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|ACCESS_KEY|API_KEY|PRIVATE_KEY)(?:_|$)(?!.*FILE$)", re.IGNORECASE
-)
-_USERINFO = re.compile(r"://[^/\s@:]+:[^/\s@]+@")
-_FREE_MAPS = frozenset({"labels", "annotations", "nodeSelector", "limits", "requests"})
-#: Optional fields that --set may add; every other path must already stand in the Job.
-_OPTIONAL = frozenset({
-    "spec.suspend",
-    "spec.template.spec.activeDeadlineSeconds", "spec.template.spec.hostNetwork",
-    "spec.template.spec.priorityClassName",
-    "spec.template.spec.runtimeClassName", "spec.template.spec.schedulerName", "spec.template.spec.dnsPolicy",
-    "spec.template.spec.nodeName", "spec.template.spec.shareProcessNamespace", "spec.activeDeadlineSeconds",
-    "spec.template.spec.containers.0.imagePullPolicy",
-})  # fmt: skip
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_TOLERATION = {
+    "key": str,
+    "operator": ("Exists", "Equal"),
+    "value": str,
+    "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
+    "tolerationSeconds": int,
+}
 
 
 @dataclass(frozen=True)
@@ -119,14 +115,13 @@ def render(base_job: Mapping[str, Any], run: Run) -> dict[str, Any]:
         }
     container["image"] = run.image
     container["args"] = [*container["args"], *run.argv]
-    container["env"] = [*container["env"], *({"name": k, "value": v} for k, v in sorted(run.env.items()))]
+    _place(pod, container, run.node)
+    container["env"] += [{"name": k, "value": v} for k, v in sorted(run.env.items())]
     if run.s3_secret:
         container["envFrom"] = [{"secretRef": {"name": run.s3_secret}}]
     if run.service_account:
         pod["serviceAccountName"] = run.service_account
-    _place(pod, container, run.node)
-    for assignment in run.sets:
-        _assign(job, assignment)
+    assign(job, run.sets)
     return job
 
 
@@ -168,6 +163,7 @@ def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
             known[name]["persistentVolumeClaim"] = {"claimName": value[4:]}
         else:
             known[name].setdefault("emptyDir", {})["sizeLimit"] = value
+    _tell_sizes(container, known)
     disk = _disk(known.values())
     for side in ("requests", "limits"):  # the kubelet evicts a pod whose volumes on disk outgrow its limit
         if disk:
@@ -175,6 +171,32 @@ def _place(pod: dict[str, Any], container: dict[str, Any], node: Node) -> None:
     memory, shm = container["resources"]["limits"]["memory"], known.get("shm", {}).get("emptyDir", {}).get("sizeLimit")
     if shm and quantity(shm) >= quantity(memory):
         raise UsageError(f"`shm` {shm} is not below `memory` {memory}", "/dev/shm counts against the memory limit")
+
+
+def _tell_sizes(container: dict[str, Any], volumes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sizes of volumes as variables of the pod; a claim has its own file system, which tells its size itself."""
+    kept = []
+    for entry in container["env"]:
+        name = next((volume for volume, variable in SIZES.items() if variable == entry["name"]), None)
+        limit = volumes[name].get("emptyDir", {}).get("sizeLimit") if name else None
+        if name is None or limit:
+            kept.append(entry | ({"value": str(int(quantity(limit)))} if limit else {}))
+    container["env"] = kept
+
+
+def _check_target(target: str, node: Node) -> None:
+    """Refuse a target that no pod can find: below /model on a volume that starts empty, or a hub id that may move."""
+    model = node.volumes.get("model", "")
+    if target.startswith(f"{MODEL}/") and not model.startswith("pvc:"):
+        raise UsageError(
+            f"`--target {target}` lies on the volume `model`, which starts empty ({model or 'an emptyDir'})",
+            'name a claim that holds it (`volumes.model = "pvc:CLAIM"` of the profile), or an s3:// prefix as target',
+        )
+    if not target.startswith(("/", "s3://", "file:")) and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", target):
+        raise UsageError(
+            f"`--target {target}` is nothing that a pod can find",
+            "give a path on the model volume, an s3:// prefix, or a hub id with its revision: ID@REVISION",
+        )
 
 
 def _disk(volumes: Iterable[Mapping[str, Any]]) -> float:
@@ -197,10 +219,7 @@ def _check(run: Run) -> None:
         if number < 1:
             raise UsageError(f"`--{name}` is {number}, not a number from 1 up")
     for name, text in run.env.items():
-        if not _ENV_NAME.fullmatch(name):
-            raise UsageError(f"`--env {name}` is no variable name")
-        if _SECRET_NAME.search(name) or _USERINFO.search(text):
-            raise UsageError(f"`--env {name}` would put a secret in the manifest", "name a Secret with `--s3-secret`")
+        check_variable(name, text)
     sizes = {"cpu": run.node.cpu, "memory": run.node.memory, "shm": run.node.shm}
     sizes |= {f"volumes.{n}": v for n, v in run.node.volumes.items() if not v.startswith("pvc:")}
     for name, value in sizes.items():
@@ -208,6 +227,8 @@ def _check(run: Run) -> None:
             raise UsageError(f"`{name}` is `{value}`, not a Kubernetes quantity such as 4, 500m or 16Gi")
     if run.node.gpus is not None and run.node.gpus < 0:
         raise UsageError(f"`gpus` is {run.node.gpus}, not a number from 0 up")
+    if run.kind == "train":
+        _check_target(run.model, run.node)
     if run.kind == "tokenize" and run.node.gpus:
         raise UsageError(f"`gpus` is {run.node.gpus}: tokenize pods see no GPU", "use a profile without gpus")
 
@@ -222,31 +243,3 @@ def quantity(text: str) -> float:
     power = "KMGTPE".find(unit[:1].upper()) + 1 if unit else 0
     step = 1024.0 if unit.endswith("i") else 1000.0
     return float(number.group()) * float(step**power)
-
-
-def _assign(job: dict[str, Any], assignment: str) -> None:
-    """`a.b.0.c=value` on a field that stands in the Job, or that Kubernetes knows as optional; YAML gives the type."""
-    path, sign, text = assignment.partition("=")
-    if not sign or not path:
-        raise UsageError(f"`--set {assignment}` is not FIELD=VALUE")
-    parts, at = path.split("."), job
-    for i, part in enumerate(parts):
-        last, here = i == len(parts) - 1, ".".join(parts[: i + 1])
-        if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
-                raise UsageError(f"`--set {path}`: there is no `{here}`")
-            if last:
-                at[int(part)] = yaml.safe_load(text)
-            else:
-                at = at[int(part)]
-            continue
-        free = i > 0 and parts[i - 1] in _FREE_MAPS
-        if not isinstance(at, dict) or (
-            part not in at and not free and here not in _OPTIONAL and part not in _FREE_MAPS
-        ):
-            raise UsageError(f"`--set {path}`: `{here}` is not a field of the Job")
-        if last or free:
-            # a label's own name holds dots: the rest of the path is one key
-            at[".".join(parts[i:]) if free else part] = text if free else yaml.safe_load(text)
-            return
-        at = at.setdefault(part, {}) if part in _FREE_MAPS else at[part]

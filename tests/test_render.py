@@ -27,6 +27,7 @@ B200 = Node(
     volumes={"model": "60Gi", "data": "12Gi", "checkpoints": "24Gi", "cache": "pvc:caches"},
 )  # fmt: skip
 TRAIN = dataclasses.replace(TOKENIZE, kind="train", run="trn-qwen-0a1b2c3d", job="trn-qwen-0a1b2c3d", node=B200,
+                            model="s3://models/Qwen3.6-27B",
                             argv=["--split", "4+3"], completions=1, parallelism=1, queue="gpu")  # fmt: skip
 RUNS = {"tokenize": TOKENIZE, "train": TRAIN}
 
@@ -170,6 +171,49 @@ def test_impossible_values_are_refused_by_field_name(change, field):
 def test_train_profiles_that_cannot_run(node, field):
     with pytest.raises(UsageError, match=field):
         rendered(dataclasses.replace(TRAIN, node=node))
+
+
+def env_of(run):
+    return {e["name"]: e.get("value") for e in rendered(run)["spec"]["template"]["spec"]["containers"][0]["env"]}
+
+
+def test_a_training_pod_is_told_the_sizes_of_its_volumes():
+    assert env_of(TRAIN)["DFLASH_MODEL_CACHE_BYTES"] == str(60 * 2**30)
+    assert env_of(TRAIN)["DFLASH_DATA_CACHE_BYTES"] == str(12 * 2**30)
+    volumes = {"model": "pvc:models", "data": "900M"}
+    other = env_of(dataclasses.replace(TRAIN, node=dataclasses.replace(B200, volumes=volumes), env={"A": "1"}))
+    assert "DFLASH_MODEL_CACHE_BYTES" not in other  # a claim tells its size itself
+    assert other["DFLASH_DATA_CACHE_BYTES"] == "900000000" and other["A"] == "1"
+    stands = {e["name"]: e.get("value") for e in base("train")["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert stands == env_of(dataclasses.replace(TRAIN, node=Node()))
+
+
+@pytest.mark.parametrize("target", ["/model/Qwen", "Qwen/Qwen3.6-27B", "Qwen3.6-27B", "../Qwen", "models/a/b@c"])
+def test_a_target_that_no_pod_can_find_is_refused(target):
+    with pytest.raises(UsageError, match="--target"):
+        rendered(dataclasses.replace(TRAIN, model=target))
+
+
+def test_targets_that_a_pod_can_find():
+    claim = dataclasses.replace(B200, volumes={"model": "pvc:models"})
+    for target, node in [("/model/Qwen", claim), ("s3://m/Qwen", B200), ("Qwen/Qwen3.6-27B@main", B200), ("/opt/x", B200)]:
+        assert rendered(dataclasses.replace(TRAIN, model=target, node=node))
+
+
+def test_a_training_is_guaranteed_and_has_time_to_save():
+    job = rendered(TRAIN)["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert {"cpu", "memory", "ephemeral-storage", "nvidia.com/gpu"} == container["resources"]["limits"].keys()
+    shm = next(v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm")
+    assert shm["medium"] == "Memory" and quantity(shm["sizeLimit"]) < quantity(container["resources"]["limits"]["memory"])
+    assert all("sizeLimit" in v["emptyDir"] for v in pod["volumes"] if "emptyDir" in v)
+    assert pod["terminationGracePeriodSeconds"] == 600 and pod["restartPolicy"] == "Never"
+    assert job["backoffLimit"] == 10 and "activeDeadlineSeconds" not in job
+    ignored, failed = job["podFailurePolicy"]["rules"]
+    assert ignored["action"] == "Ignore" and ignored["onPodConditions"][0]["type"] == "DisruptionTarget"
+    assert failed["onExitCodes"]["values"] == [64, 65, 70, 73, 76, 78]
 
 
 def test_a_profile_that_says_nothing_leaves_the_base_job_as_it_is():
