@@ -83,6 +83,8 @@ class Reference:
         """The rows of one corpus row and its rejected turns; options are template kwargs of the run."""
         messages, tools = row["messages"], row.get("tools")
         kwargs = {**options, **row.get("chat_template_kwargs", {})}
+        stored = messages
+        messages = [self.as_history(m) for m in stored]
         positions = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         rows: list[Turn] = []
         refused: list[tuple[int, str]] = []
@@ -97,7 +99,7 @@ class Reference:
                 plain = [*messages[:i], {"role": "assistant", "content": "x"}]
                 if not self.render(plain, tools, kwargs, False).startswith(prompt):
                     raise Refused("unstable_boundary")  # the messages before it look otherwise once a reply follows
-                reply = self.completion(messages[i], prompt, cut)
+                reply = self.completion(stored[i], prompt, cut)
                 if not reply and cut:
                     raise Refused("no_supervised_tokens")
             except Refused as error:
@@ -114,6 +116,12 @@ class Reference:
                 rows[-1].mask += [0] * len(context) + [1] * len(ids)
             open_row = (i, reply, cut)
         return rows, refused
+
+    def as_history(self, message: Message) -> Message:
+        """An earlier reply is stored with its end token or without: later prompts show one."""
+        if message["role"] != "assistant" or message.get("tool_calls"):
+            return message
+        return {**message, "content": self.unended(message["content"])}
 
     def continues(
         self, messages: list[Message], tools: Any, kwargs: Message, last: tuple[int, str, bool] | None, prompt: str

@@ -18,6 +18,7 @@ tag. An empty reasoning says the same as none.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def rows(
     if conv.text is not None:
         bad = next((reply.reject for reply in conv.replies.values() if reply.reject), None)
         return ([], [(0, bad)]) if bad else rendered_rows(conv.text, renderer, kwargs, response)
-    view = renderer.view(conv.messages, conv.tools, kwargs)
+    view = renderer.view(_ended_once(conv, renderer, kwargs), conv.tools, kwargs)
     out: list[TextRow] = []
     rejects: list[tuple[int, Reject]] = []
     last = -1
@@ -137,6 +138,26 @@ def rows(
         why = "every reply has weight 0" if conv.replies else "no assistant turn"
         rejects.append((0, Reject("no_supervised_tokens" if conv.replies else "no_completion", why)))
     return out, rejects
+
+
+def _ended_once(conv: Conversation, renderer: Renderer, kwargs: Mapping[str, Any]) -> list[Message]:
+    """The messages as the history of later turns shows them: the end token that a reply brings is not written again.
+
+    A request is left as the server got it.
+    """
+    messages = conv.messages
+    last = len(messages) - 1
+    added = tuple(renderer.ids)
+    for index in conv.replies:
+        message = messages[index]
+        content = message.get("content")
+        if not conv.asked <= index < last or not content or not content.endswith(added) or message.get("tool_calls"):
+            continue
+        with contextlib.suppress(Reject):  # which the turn itself meets as well
+            view = renderer.view(conv.messages, conv.tools, kwargs)
+            end = view.shape(index, bool(message.get("reasoning_content")), True).end
+            messages = [*messages[:index], {**message, "content": content.removesuffix(end)}, *messages[index + 1 :]]
+    return messages
 
 
 def _first(conv: Conversation, reply: Reply, renderer: Renderer, kwargs: Mapping[str, Any], response: bool) -> _Turn:

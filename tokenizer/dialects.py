@@ -103,7 +103,7 @@ def parse(row: object, lookup: Lookup | None = None) -> Conversation:
     start = len(build.messages)
     for message in parts.turns:
         build.add(message)
-    conv = Conversation(build.messages, build.replies, source_id=source_id)
+    conv = Conversation(build.messages, build.replies, source_id=source_id, asked=start)
     if parts.requests:
         _read_request(conv, parts.requests)
     last = max(conv.replies, default=-1)

@@ -60,6 +60,7 @@ class Conversation:
     kwargs: Json = field(default_factory=dict)  # the row's chat_template_kwargs
     source_id: str = ""
     text: str | None = None  # a `text` row, already rendered; messages is empty then
+    asked: int = 0  # so many messages, from the first, are a request as it was sent
 
 
 ROLES = {
