@@ -17,7 +17,7 @@ from pathlib import Path
 from dflashctl import listing, show
 from dflashctl.config import Settings, Value, unknown_variables
 from dflashctl.errors import CliError
-from dflashctl.model import resolve_model
+from dflashctl.model import check_model, resolve_model
 from dflashctl.plan import check_out, check_scheme
 from dflashctl.records import QUICK, Out
 from tokenizer.job import JobError
@@ -109,6 +109,7 @@ def _try(name: str, value: Value, look: object) -> Check:
 
 def _model(model: str) -> str:
     found = resolve_model(model, QUICK)
+    check_model(found, {})
     return f"`{found.name}`: {', '.join(f'{n} {show.size(len(d))}' for n, d in sorted(found.files.items()))}"
 
 

@@ -8,19 +8,24 @@ They are read once, here, and uploaded to OUT/tokenizer/: pods read only that co
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflashctl.errors import PreflightError
-from tokenizer.job import TOKENIZER_FILES
+from dflashctl.errors import ApiError, PreflightError
+from tokenizer.job import CONTRACT, TOKENIZER_FILES
 from tokenizer.store import NotFound, Options, StoreError, open_store
 
 TEMPLATE, TOKENIZER, CONFIG = TOKENIZER_FILES
+CHECK_NEEDS = ("numpy", "orjson", "jinja2", "tokenizers", "fastokens")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _NAMED = "additional_chat_templates"
 _SOURCES = (TOKENIZER, CONFIG, TEMPLATE, "chat_template.json")
@@ -77,16 +82,49 @@ def _files(model: str, read: Callable[[str], bytes | None]) -> dict[str, bytes]:
         )
     if config is None:
         raise PreflightError(f"model `{model}` has no {CONFIG}", "it belongs beside tokenizer.json in every release")
-    _json(model, TOKENIZER, tokenizer)
+    _object(model, TOKENIZER, tokenizer)
     template = _template(model, read, _json(model, CONFIG, config))
     return {TEMPLATE: template.encode(), TOKENIZER: tokenizer, CONFIG: config}
 
 
-def _json(model: str, name: str, data: bytes) -> dict[str, Any]:
+def check_model(model: Model, kwargs: Mapping[str, Any]) -> str:
+    """Raises PreflightError for files that no row could be made with; returns a warning, or nothing.
+
+    kwargs: the run's template arguments. The tokenizer's own code looks, in a child; where its packages are not
+    installed, on a machine that only submits, the pods find out.
+    """
+    if any(importlib.util.find_spec(name) is None for name in CHECK_NEEDS):
+        _json(model.name, TOKENIZER, model.files[TOKENIZER])
+        return ""
+    with tempfile.TemporaryDirectory(prefix="dflash-model-") as folder:
+        for name, data in model.files.items():
+            (Path(folder) / name).write_bytes(data)
+        arguments = ["--contract", str(CONTRACT), "--tokenizer", folder, "--template-kwargs", json.dumps(dict(kwargs))]
+        # -P: a tokenizer.py in the user's directory must not be what runs
+        command = [sys.executable, "-P", "-m", "tokenizer", "check", *arguments]
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    said = child.stderr.replace(folder + os.sep, "").strip().splitlines()
+    if child.returncode:
+        error = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
+        hint = next((line.removeprefix("hint: ") for line in said if line.startswith("hint: ")), "")
+        if not error:
+            raise ApiError(f"model `{model.name}` could not be checked: {said[-1] if said else 'no word'}")
+        raise PreflightError(f"model `{model.name}`: {error}", hint)
+    return next((line.removeprefix("warning: ") for line in said), "")
+
+
+def _object(model: str, name: str, data: bytes) -> None:
+    """What can be seen of a JSON object at its first bytes."""
     if data.startswith(b"version https://git-lfs"):
         raise PreflightError(
             f"{name} of model `{model}` is a Git LFS pointer", "fetch the file itself with `git lfs pull`"
         )
+    if data[:64].lstrip()[:1] != b"{":
+        raise PreflightError(f"{name} of model `{model}` is not a JSON object")
+
+
+def _json(model: str, name: str, data: bytes) -> dict[str, Any]:
+    _object(model, name, data)
     try:
         value = json.loads(data)
     except ValueError:

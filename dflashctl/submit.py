@@ -15,7 +15,7 @@ from dflashctl import listing
 from dflashctl import plan as plans
 from dflashctl.backends.base import Backend, Known, Submission
 from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
-from dflashctl.model import Model, resolve_model
+from dflashctl.model import Model, check_model, resolve_model
 from dflashctl.records import PATIENT, Out
 from dflashctl.runs import LIVE
 from tokenizer.job import (
@@ -103,6 +103,8 @@ def prepare(declaration: plans.Declaration, name: str | None, say: Say) -> Prepa
     if requests:
         say("prompts of batch outputs are taken from " + ", ".join(f"`{key}`" for key in requests))
     model = resolve_model(declaration.model, PATIENT)
+    if warning := check_model(model, declaration.template_kwargs):
+        say(f"warning: {warning}")
     plan = cut_plan(declaration, model, found)
     if declaration.shards is not None and len(plan.batches) < declaration.shards:
         say(f"shards {declaration.shards} is clamped to the {len(plan.batches)} input files")

@@ -1,4 +1,6 @@
-"""`python -P -m tokenizer VERB`: `run` is what a pod does, `pool` the local backend, `preview` rows for human eyes."""
+"""`python -P -m tokenizer VERB`: `run` is what a pod does, `pool` the local backend, `preview` rows for human eyes,
+`check` whether a model's files can be used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import sys
 
 from tokenizer.job import Exit
 
-VERBS = ("run", "pool", "preview")
+VERBS = ("run", "pool", "preview", "check")
 
 
 def main(argv: list[str]) -> int:
@@ -24,6 +26,10 @@ def main(argv: list[str]) -> int:
         from tokenizer import preview
 
         return preview.main(rest)
+    if verb == "check":
+        from tokenizer import check
+
+        return check.main(rest)
     print(f"error: unknown verb `{verb}`, expected one of {', '.join(VERBS)}", file=sys.stderr)
     return int(Exit.USAGE)
 
