@@ -176,8 +176,8 @@ def _typed(file: Path, section: str, key: str, value: Any) -> Any:
         fits = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
         fits = isinstance(value, {"str": str, "bool": bool, "json": dict}[kind])
-    if not fits:
-        raise UsageError(f"`{where}` in `{file}` is {value!r}, not {_A_KIND[kind]}")
+    if not fits:  # a table may hold what was meant to be a secret: it is not repeated
+        raise UsageError(f"`{where}` in `{file}` is {'' if kind == 'json' else f'{value!r}, '}not {_A_KIND[kind]}")
     return value
 
 
@@ -221,8 +221,9 @@ def parse_text(kind: str, text: str, name: str) -> Any:
                 raise ValueError
             return value
     except (ValueError, KeyError):
-        want = "a JSON object" if kind == "json" else _A_KIND[kind]
-        raise UsageError(f"`{name}` is {text!r}, not {want}") from None
+        if kind == "json":
+            raise UsageError(f"`{name}` is not a JSON object") from None
+        raise UsageError(f"`{name}` is {text!r}, not {_A_KIND[kind]}") from None
     return text
 
 

@@ -10,8 +10,11 @@ import os
 import re
 from collections.abc import Mapping
 
-_SECRET_NAME = re.compile(r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_KEY|API_KEY)(?:_|$)(?!.*FILE$)")
-_USERINFO = re.compile(r"(?<=://)[^/\s@:]+:[^/\s@]+(?=@)")
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_KEY|API_KEY|ACCESS_KEY)(?:_|$)(?!.*(?:FILE|URI)$)"
+)
+#: `user:password@` of a URL, and what a client library quotes of a header that it could not send.
+_SHOWN = re.compile(r"(?<=://)[^/\s@:]+:[^/\s@]+(?=@)|(?<=[Bb]earer )[^\s'\"]+(?:\\n[^\s'\"]*)*")
 _HIDDEN = "[hidden]"
 
 
@@ -73,10 +76,10 @@ def secrets_of(env: Mapping[str, str]) -> list[str]:
 
 
 def redact(text: str, secrets: list[str]) -> str:
-    """`text` without the given values and without `user:password@` in URLs."""
+    """`text` without the given values, without `user:password@` in URLs and without tokens of headers."""
     for secret in secrets:
         text = text.replace(secret, _HIDDEN)
-    return _USERINFO.sub(_HIDDEN, text)
+    return _SHOWN.sub(_HIDDEN, text)
 
 
 def describe(error: BaseException) -> tuple[int, str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflashctl.config import PLACE, Value
 from dflashctl.errors import UsageError
+from dflashctl.overrides import check_variable
 from dflashctl.render import Node
 
 IMAGES = {"tokenize": "dflash-tokenizer", "train": "dflash-trainer"}
@@ -49,6 +50,8 @@ class Placing:
         settings = {k: v.value for k, v in told.items() if not v.origin.startswith("--")}
         before = last.get("settings") or {}
         now = {k: v.value for k, v in told.items() if k not in settings or before.get(k) != v.value}
+        for name, value in (now.get("env") or {}).items():  # kept in the run's record, whatever becomes of the Job
+            check_variable(name, _text(name, value))
         return {k: last[k] for k in PLACE if last.get(k)} | now | {"settings": {**before, **settings}}
 
     def place(self, kind: str, flags: Mapping[str, Any]) -> Place:
@@ -105,6 +108,7 @@ def parse_env(pairs: Sequence[str]) -> dict[str, str]:
         name, sign, value = pair.partition("=")
         if not sign or not name:
             raise UsageError("`--env` is not NAME=VALUE", "repeat it for each variable")
+        check_variable(name, value)
         found[name] = value
     return found
 

@@ -35,7 +35,7 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 ROOM = 2.0 * 2**30  # bytes
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[mkMGTPE])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_TOLERATION = {
+_TOLERATION: Mapping[str, type | tuple[str, ...]] = {
     "key": str,
     "operator": ("Exists", "Equal"),
     "value": str,
@@ -220,17 +220,50 @@ def _check(run: Run) -> None:
             raise UsageError(f"`--{name}` is {number}, not a number from 1 up")
     for name, text in run.env.items():
         check_variable(name, text)
-    sizes = {"cpu": run.node.cpu, "memory": run.node.memory, "shm": run.node.shm}
-    sizes |= {f"volumes.{n}": v for n, v in run.node.volumes.items() if not v.startswith("pvc:")}
-    for name, value in sizes.items():
-        if value and not _QUANTITY.fullmatch(value):
-            raise UsageError(f"`{name}` is `{value}`, not a Kubernetes quantity such as 4, 500m or 16Gi")
-    if run.node.gpus is not None and run.node.gpus < 0:
-        raise UsageError(f"`gpus` is {run.node.gpus}, not a number from 0 up")
+    _check_names(run)
+    _check_node(run.node)
     if run.kind == "train":
         _check_target(run.model, run.node)
     if run.kind == "tokenize" and run.node.gpus:
         raise UsageError(f"`gpus` is {run.node.gpus}: tokenize pods see no GPU", "use a profile without gpus")
+
+
+def _check_names(run: Run) -> None:
+    """Names of other objects, which the API server would refuse or never find."""
+    claims = {f"volumes.{n}": v[4:] for n, v in run.node.volumes.items() if v.startswith("pvc:")}
+    names = {"--queue": run.queue, "--s3-secret": run.s3_secret, "--service-account": run.service_account}
+    for field_, name in {**names, "--namespace": run.namespace}.items():
+        if name and (len(name) > 63 or not _SUBDOMAIN.fullmatch(name)):
+            raise UsageError(f"`{field_}` is `{name}`, not the name of an object", "use a-z, 0-9, `-`, `.`")
+    for field_, name in claims.items():
+        if not _SUBDOMAIN.fullmatch(name):
+            raise UsageError(f"`{field_}` is `pvc:{name}`, not `pvc:` and the name of a claim")
+    if re.search(r"\s", run.image):
+        raise UsageError(f"`--image` is `{run.image}`, not an image reference", "REF@sha256:...")
+
+
+def _check_node(node: Node) -> None:
+    """Sizes, labels and tolerations of a profile."""
+    sizes = {"cpu": node.cpu, "memory": node.memory, "shm": node.shm}
+    sizes = {name: value for name, value in sizes.items() if value}
+    sizes |= {f"volumes.{n}": v for n, v in node.volumes.items() if not v.startswith("pvc:")}
+    for name, value in sizes.items():
+        if not _QUANTITY.fullmatch(value) or quantity(value) <= 0:
+            raise UsageError(f"`{name}` is `{value}`, not a Kubernetes quantity such as 4, 500m or 16Gi")
+    if node.gpus is not None and node.gpus < 0:
+        raise UsageError(f"`gpus` is {node.gpus}, not a number from 0 up")
+    for key, value in node.selector.items():
+        if not isinstance(value, str):
+            raise UsageError(f"`selector.{key}` is {value!r}, not a text", "write its value in quotes")
+    for number, toleration in enumerate(node.tolerations):
+        for key, value in toleration.items():
+            known = _TOLERATION.get(key)
+            fits = isinstance(value, known) if isinstance(known, type) else known is not None and value in known
+            if not fits:
+                raise UsageError(
+                    f"`tolerations[{number}].{key}` is {value!r}",
+                    f"known are {', '.join(_TOLERATION)} as in Kubernetes",
+                )
 
 
 def quantity(text: str) -> float:

@@ -58,6 +58,36 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
     Exit.SIGTERM: ("stopped by SIGTERM and saved its work", "nothing: the next try goes on"),
 }
 
+KILLED = 128 + 9
+AGAIN = "`dflashctl resume` goes on from the last checkpoint"
+#: The same for a training (trainer/job.py); the words of the trainer itself, where it left some, outweigh the remedy.
+TRAIN_EXIT_CODES: Mapping[int, tuple[str, str]] = {
+    Exit.USAGE: ("a flag cannot be", "correct the flag that is named, then `dflashctl train` again"),
+    Exit.DATA: ("the dataset is incomplete, refused or degenerate, or a row does not fit", "see `dflashctl inspect`"),
+    Exit.SELF_CHECK: (
+        "a self-check failed: the drafter that was exported, or the rows of a step, are not those that were trained",
+        "report the line above; nothing was overwritten",
+    ),
+    Exit.RANK_DIED: ("a rank died or fell silent", f"read the end of `dflashctl logs`; {AGAIN}"),
+    Exit.DISK_FULL: ("the disk is full, or the data does not fit its cache", f"free space, then {AGAIN}"),
+    Exit.RETRY: ("a passing fault, or another attempt trains into OUT", f"see that only one attempt runs; {AGAIN}"),
+    Exit.DIVERGED: ("loss or gradients are no numbers", "train again into another --out with a lower --lr"),
+    Exit.CONFIG: ("target, tokenizer, drafter, OUT or GPUs do not fit", "correct what is named, then `train` again"),
+    Exit.SIGTERM: ("stopped by SIGTERM, the last step is saved", AGAIN),
+    KILLED: (
+        "killed by SIGKILL, which is what running out of memory looks like",
+        f"a smaller --split, --batch-rows or --max-length needs less memory; {AGAIN}",
+    ),
+}
+
+
+def meaning(code: int | None, kind: str) -> tuple[str, str]:
+    """(what an exit code of ours means, what to do) for a Job of that kind; ("", where to look) for another code."""
+    codes = TRAIN_EXIT_CODES if kind == "train" else EXIT_CODES
+    look = "read `dflashctl logs`" if kind == "train" else "read `dflashctl logs --failed`"
+    return codes.get(code or 0, ("", look))
+
+
 _JOB_REASONS: Mapping[str, tuple[str, int]] = {
     "DeadlineExceeded": ("raise the deadline with --set, then `dflashctl resume`: commits are kept", 80),
     "BackoffLimitExceeded": ("see the pod's cause; then `dflashctl resume`", 40),
@@ -148,14 +178,25 @@ def _failed_create(message: str) -> Cause:
 
 
 def _kueue(queue: str, workload: Object | None) -> Cause:
-    status = (workload or {}).get("status") or {}
-    waits = next((c for c in status.get("conditions") or [] if c.get("type") == "QuotaReserved"), None)
-    words = (waits or {}).get("message") or "not admitted yet"
-    position = status.get("positionInClusterQueue")
-    place = f", position {position}" if position is not None else ""
+    """`pending` of the workload: its line in the queue's list of what waits, positions counted from 0."""
+    if workload is None:
+        return Cause(
+            "KueueNotAdmitted",
+            f"queue {queue}: no Workload of this Job can be seen",
+            "is Kueue installed, does it watch this namespace, and may you see its Workloads? Without Kueue, "
+            "`dflashctl resume` lets the Job run",
+            95,
+        )
+    conditions = {c.get("type"): c for c in (workload.get("status") or {}).get("conditions") or []}
+    words = conditions.get("QuotaReserved", {}).get("message") or "not admitted yet"
+    if (workload.get("spec") or {}).get("active") is False:
+        return Cause("KueueStopped", f"queue {queue}: its Workload is inactive", "`dflashctl resume` queues it", 95)
+    pending = workload.get("pending") or {}
+    places = [("positionInLocalQueue", "of the queue"), ("positionInClusterQueue", "of its cluster queue")]
+    place = ", ".join(f"{int(pending[key]) + 1} {of}" for key, of in places if key in pending)
     return Cause(
         "KueueNotAdmitted",
-        f"queue {queue}{place}: {words}",
+        f"queue {queue}" + (f", position {place}" if place else "") + f": {words}",
         "wait, or ask the queue's owner for quota of this node kind",
         95,
     )
@@ -255,16 +296,19 @@ def _exit(pod: Object, end: Object) -> tuple[str, str, str, int]:
     return f"Exit{code}", text, remedy, 25 if code in (Exit.RETRY, Exit.SIGTERM) else 70
 
 
-def of_indexes(indexes: Iterable[Index]) -> list[Cause]:
+def of_indexes(indexes: Iterable[Index], kind: str = "tokenize") -> list[Cause]:
     """The causes that indexes tell by their exit codes alone, as processes of this machine do."""
-    found: dict[tuple[int | None, str], list[int]] = {}
+    found: dict[tuple[int | None, str, str], list[int]] = {}
     for index in indexes:
         if index.state not in ("succeeded", "running") and (index.exit_code or index.reason):
-            found.setdefault((index.exit_code, index.reason), []).append(index.index)
+            key = (index.exit_code, index.reason, str(index.message.get("hint") or ""))
+            found.setdefault(key, []).append(index.index)
     causes = []
-    for (code, reason), numbers in found.items():
-        meaning, remedy = EXIT_CODES.get(code or 0, ("", "read `dflashctl logs --failed`"))
-        text = ": ".join(filter(None, (f"exit {code}" if code else "", meaning, reason)))
+    for (code, reason, hint), numbers in found.items():
+        words, remedy = meaning(code, kind)
+        text = ": ".join(filter(None, (f"exit {code}" if code else "", words, reason)))
+        if hint:
+            remedy = f"{hint}; {remedy}" if code in (Exit.RANK_DIED, Exit.RETRY, Exit.DISK_FULL) else hint
         weight = 25 if code in (Exit.RETRY, Exit.SIGTERM) else 70
         causes.append(Cause(f"Exit{code}" if code else "Killed", text, remedy, weight, tuple(sorted(numbers))))
     return sorted(causes, key=lambda c: (-c.weight, c.indexes))

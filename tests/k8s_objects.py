@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-RECORDINGS = (
-    Path(__file__).resolve().parents[2] / "shared" / "k8s-recordings"
-)  # a real cluster's streams, where present
+#: Watch streams of a real 1.36 cluster, one file a scenario: {request, job, pods, events: [{t, type, object}], logs},
+#: t in seconds since the request; of the objects what anything here reads.
+RECORDINGS = Path(__file__).resolve().parent / "recorded"
+SCENARIOS = sorted(path.stem for path in RECORDINGS.glob("*.json"))
 
 
 def job(*, completions: int = 4, uid: str = "u1", **status: Any) -> dict[str, Any]:

@@ -37,6 +37,12 @@ class Fake:
         self._see("GET", path)
         return self.objects.get(path)
 
+    def get(self, path: str) -> dict[str, Any]:
+        self._see("GET", path)
+        if path not in self.objects:
+            raise Refused(404, "NotFound", "not found")
+        return self.objects[path]
+
     def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
         self._see("LIST", path)
         return [o for p, o in self.objects.items() if p.rsplit("/", 1)[0] == path]

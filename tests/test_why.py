@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from k8s_objects import RECORDINGS, Recording, container, ended, event, exited, job, pod
+from k8s_objects import Recording, container, ended, event, exited, job, pod
 
 from dflashctl.progress import Index
 from dflashctl.why import EXIT_CODES, as_json, of_indexes, why
@@ -46,16 +46,18 @@ def test_kueue_tells_the_position_and_the_reason():
         "status": {
             "conditions": [
                 {"type": "QuotaReserved", "status": "False", "message": "insufficient quota for nvidia.com/gpu"}
-            ],
-            "positionInClusterQueue": 3,
-        }
+            ]
+        },
+        "pending": {"positionInLocalQueue": 0, "positionInClusterQueue": 2},
     }
     cause = why(waiting, [], [], workload)[0]
     assert (cause.kind, cause.message) == (
         "KueueNotAdmitted",
-        "queue gpu, position 3: insufficient quota for nvidia.com/gpu",
+        "queue gpu, position 1 of the queue, 3 of its cluster queue: insufficient quota for nvidia.com/gpu",
     )
-    assert why(waiting, [])[0].message == "queue gpu: not admitted yet"
+    assert why(waiting, [], [], {})[0].message == "queue gpu: not admitted yet"
+    assert "installed" in why(waiting, [])[0].remedy
+    assert kinds(waiting, [], [], {"spec": {"active": False}}) == ["KueueStopped", "EventsGone"]
 
 
 def test_the_schedulers_words_are_counted_by_kind():
@@ -161,7 +163,6 @@ FIRST = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not RECORDINGS.exists(), reason="the recorded streams are not beside this checkout")
 @pytest.mark.parametrize(("name", "kind"), FIRST.items())
 def test_the_first_cause_of_every_recorded_scenario(name, kind):
     seen = why(*Recording(name).at(1e9))

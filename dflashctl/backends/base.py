@@ -43,13 +43,14 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A run that a backend remembers; `created` is Unix seconds."""
+    """A run that a backend remembers; `created` is Unix seconds. home: where another directory keeps its state."""
 
     run: str
     kind: str
     out: str
     job: str
     created: float
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,8 @@ class Backend(Protocol):
     def unsuspend(self, run: str) -> None:
         """Let a suspended Job go on where it stopped; returns at once."""
 
-    def scale(self, run: str, parallelism: int) -> None:
-        """Change how many indexes of the running Job run at once."""
+    def scale(self, run: str, parallelism: int) -> int:
+        """Change how many indexes of the running Job run at once; returns how many that Job can use of them."""
 
     def remove(self, run: str) -> None:
         """Forget the run, its Jobs and their pods or processes; OUT is never touched."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,10 +22,12 @@ from typing import Any
 from dflashctl import show
 from dflashctl.backends.base import Known, LogLine, Submission
 from dflashctl.backends.kube import Api, Refused
+from dflashctl.backends.kueue import Kueue
 from dflashctl.backends.podlogs import LogReader, each
-from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
+from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError, secrets_of
+from dflashctl.overrides import refuse_values
 from dflashctl.place import Place, Placing, by_digest
-from dflashctl.progress import QUEUE_LABEL, Object, Snapshot, fold, own_pods, parse_ranges, pod_index
+from dflashctl.progress import Object, Snapshot, fold, own_pods, parse_ranges, pod_index
 from dflashctl.render import Run, base, render
 from dflashctl.why import Cause, why
 
@@ -75,9 +79,15 @@ def manifest(submission: Submission, place: Place, namespace: str) -> dict[str, 
 
 
 def attempt(job: Object) -> int:
-    """`run-r3` -> 3; the first Job of a run is 1."""
-    name, run = job["metadata"]["name"], job["metadata"]["labels"][RUN_LABEL]
-    return int(name[len(run) + 2 :] or 1) if name != run else 1
+    """`run-r3` -> 3; the first Job of a run is 1, and so is one that somebody else gave our label."""
+    found = re.fullmatch(r".*-r([0-9]+)", job["metadata"]["name"])
+    return int(found[1]) if found else 1
+
+
+def planned(job: Object) -> list[int]:
+    """The plan's index of each of the Job's own."""
+    annotated = parse_ranges((job["metadata"].get("annotations") or {}).get(INDEXES))
+    return annotated or list(range(int((job.get("spec") or {}).get("completions") or 1)))
 
 
 def warn_of_tag(job: Object) -> None:
@@ -104,12 +114,15 @@ class KubeBackend:
         self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._events = f"/api/v1/namespaces/{namespace}/events"
-        self._workloads = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/workloads"
         self._asked: dict[str, tuple[float, Mapping[str, Any]]] = {}
 
     @functools.cached_property
     def api(self) -> Api:
         return self._connect()
+
+    @functools.cached_property
+    def kueue(self) -> Kueue:
+        return Kueue(self.api, self.namespace)
 
     # ---- Backend
 
@@ -117,7 +130,9 @@ class KubeBackend:
         return self.placing.flags(last)
 
     def render(self, submission: Submission) -> dict[str, Any]:
-        return manifest(submission, self.placing.place(submission.kind, submission.flags), self.namespace)
+        job = manifest(submission, self.placing.place(submission.kind, submission.flags), self.namespace)
+        refuse_values(job, secrets_of(os.environ))
+        return job
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Nothing to hold: the API server makes a Job of one name once, and `submit` takes the one that is there."""
@@ -136,12 +151,19 @@ class KubeBackend:
                 raise PreflightError(f"Jobs cannot be submitted: {error.message}", error.hint) from None
             if error.status != 409:
                 raise
+            there = self.api.find(f"{self._jobs}/{submission.job}")
+            if there is not None and ((there["metadata"].get("labels") or {}).get(RUN_LABEL) != submission.run):
+                raise TakenError(f"Job `{submission.job}` in namespace `{self.namespace}` is not one of dflashctl's",
+                                 "choose another --name") from None  # fmt: skip
 
     def submit(self, submission: Submission) -> None:
+        """Of two commands that resume at once the one with the newer Job wins: it does all that is missing."""
         job = self.render(submission)
-        for old in self._of(submission.run):
-            if old["metadata"]["name"] != submission.job:
-                self._delete(old)
+        others = [old for old in self._of(submission.run) if old["metadata"]["name"] != submission.job]
+        if any(attempt(old) > attempt(job) for old in others):
+            return
+        for old in others:
+            self._delete(old)
         try:
             self.api.create(self._jobs, job)
         except Refused as error:
@@ -168,8 +190,8 @@ class KubeBackend:
         if job is None:
             return None
         events = [] if pods else self._job_events(job)
-        seen = fold(job, pods, events, self._workload(job))
-        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) or list(range(seen.total))
+        seen = fold(job, pods, events, self.kueue.workload(job))
+        plan = planned(job)
         said = self._progress(p for p in pods if (p.get("status") or {}).get("phase") == "Running")
         return replace(
             seen,
@@ -183,7 +205,7 @@ class KubeBackend:
         job, _ = self._objects(run)
         if job is None:
             return iter(())
-        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) or [0]
+        plan = planned(job)
 
         def pods() -> tuple[list[tuple[int, Object]], bool]:
             newest, found = self._objects(run)
@@ -207,9 +229,13 @@ class KubeBackend:
     def unsuspend(self, run: str) -> None:
         self._set_active(run, active=True)
 
-    def scale(self, run: str, parallelism: int) -> None:
+    def scale(self, run: str, parallelism: int) -> int:
         job = self._newest(run)
-        self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"parallelism": parallelism}})
+        if job["spec"].get("completionMode") != "Indexed":
+            raise UsageError(f"run `{run}` is one pod, it has no parallelism", "a training is scaled by its --split")
+        usable = min(parallelism, int(job["spec"].get("completions") or 1))
+        self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"parallelism": usable}})
+        return usable
 
     def remove(self, run: str) -> None:
         """Delete the run's Jobs with their pods; bucket data is never touched."""
@@ -222,13 +248,17 @@ class KubeBackend:
         job, pods = self._objects(run)
         nodes = self._nodes(pods) if any(p["metadata"].get("deletionTimestamp") for p in pods) else []
         events = self.api.items(self._events) if job else []
-        causes = why(job, pods, events, self._workload(job) if job else None, nodes, time.time())
-        plan = parse_ranges(job["metadata"]["annotations"].get(INDEXES)) if job else []
-        return [replace(c, indexes=tuple(plan[i] for i in c.indexes)) if plan else c for c in causes]
+        workload = self.kueue.workload(job) if job else None
+        if job and workload:
+            workload = {**workload, "pending": self.kueue.pending(job)}
+        causes = why(job, pods, events, workload, nodes, time.time())
+        plan = planned(job) if job else []
+        return [replace(c, indexes=tuple(plan[i] for i in c.indexes)) for c in causes]
 
     def bundle(self, run: str) -> dict[str, Any]:
         job, pods = self._objects(run)
-        return {"job": job, "pods": pods, "events": self.api.items(self._events) if job else []}
+        events, workload = (self.api.items(self._events), self.kueue.workload(job)) if job else ([], None)
+        return {"job": job, "pods": pods, "events": events} | ({"workload": workload} if workload else {})
 
     # ---- what is remembered here
 
@@ -277,22 +307,11 @@ class KubeBackend:
         except Refused:
             return []
 
-    def _workload(self, job: Object) -> dict[str, Any] | None:
-        if QUEUE_LABEL not in (job["metadata"].get("labels") or {}):
-            return None
-        try:
-            found = self.api.items(self._workloads, labelSelector=f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}")
-        except Refused as error:
-            if error.status in (403, 404):
-                return None
-            raise
-        return found[0] if found else None
-
     def _set_active(self, run: str, active: bool) -> None:
         job = self._newest(run)
-        workload = self._workload(job)
+        workload = self.kueue.workload(job)
         if workload is not None:
-            self.api.patch(f"{self._workloads}/{workload['metadata']['name']}", {"spec": {"active": active}})
+            self.kueue.set_active(workload, active)
         else:
             self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"suspend": not active}})
 

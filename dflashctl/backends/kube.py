@@ -154,6 +154,7 @@ class Api:
         except Exception as error:
             if isinstance(error, CliError) or not _passing(error):
                 raise
+            self._forget_connections()
             raise ConnectionError(_words(error)) from None
         pending = b""
         try:
@@ -197,11 +198,16 @@ class Api:
             except Exception as error:
                 if isinstance(error, CliError) or not _passing(error):
                     raise
+                self._forget_connections()
                 if time.monotonic() > end:
                     raise ApiError(f"the API server of context `{self.context}` does not answer: {_words(error)}",
                                    "the run goes on; ask again when it is back") from None  # fmt: skip
             time.sleep(random.uniform(pause / 2, pause))
             pause = min(pause * 2, 5.0)
+
+    def _forget_connections(self) -> None:
+        """Where one has died silently the idle ones have, too: each would cost its own time-out."""
+        self._client.rest_client.pool_manager.clear()
 
     def _send(
         self,

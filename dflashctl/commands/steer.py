@@ -81,14 +81,20 @@ def add(app: typer.Typer) -> None:
         parallelism: Annotated[int, typer.Option("--parallelism", metavar="N", help="Indexes that run at once.")],
     ) -> int:
         """Change how much of a run goes on at once."""
-        from dflashctl.runs import look
+        from dflashctl.plan import clamp_parallelism
+        from dflashctl.runs import ENDED, look
 
         if parallelism < 1:
             raise UsageError(f"`--parallelism` {parallelism} is below 1", "`dflashctl stop` suspends a run")
         backend, known, out = opened(session, run)
-        backend.scale(known.run, parallelism)
-        show.say(f"run {known.run} scaled to parallelism {parallelism}")
-        show.emit(look(backend, known, out)[0].document(), session.output, list, known.run)
+        now, _ = look(backend, known, out)
+        if now.state in ENDED:
+            show.say(f"run {known.run} is {now.state} already" + (f": {now.reason}" if now.reason else ""))
+        else:
+            usable = backend.scale(known.run, parallelism)
+            _, remark = clamp_parallelism(parallelism, usable)
+            show.say(remark or f"run {known.run} scaled to parallelism {usable}")
+        show.emit(now.document(), session.output, list, known.run)
         return 0
 
     @verb(app)
