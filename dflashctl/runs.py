@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflashctl import plan as plans
+from dflashctl import trained
 from dflashctl.backends.base import Backend, Known
 from dflashctl.config import Settings
 from dflashctl.errors import ApiError
@@ -34,6 +35,7 @@ class Facts:
     refused: Mapping[str, Any] | None = None
     unsettled: str = ""  # why the dataset could not be finalised, though every index has its commit
     unread: str = ""  # why OUT could not be asked; then the rest is not known
+    training: trained.Told | None = None  # of a training, instead of all the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Status:
 
     def document(self) -> dict[str, Any]:
         """The object of `status -o json`."""
-        return {
+        found: dict[str, Any] = {
             "schema": "dflash.status/1",
             "run": self.run,
             "kind": self.kind,
@@ -75,13 +77,17 @@ class Status:
             "rows": self.rows,
             "tokens": self.tokens,
         }
+        return found | ({"training": trained.document(self)} if self.kind == "train" else {})
 
 
 def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     """The status of a run from what OUT and its backend say; `snapshot` None: the backend knows no Job of it."""
-    seen = {index.index: index for index in snapshot.indexes} if snapshot else {}
+    shown = snapshot.indexes if snapshot else ()
+    if facts.training is not None:
+        shown = trained.filled(shown, facts.training)
+    seen = {index.index: index for index in shown}
     done = set(facts.commits) | {i for i, index in seen.items() if index.state == "succeeded"}
-    total = len(facts.sizes) or (snapshot.total if snapshot else 0)
+    total = len(facts.sizes) or (snapshot.total if snapshot else len(seen))
     counted: list[Mapping[str, Any]] = [*facts.commits.values()]
     counted += [index.message for i, index in seen.items() if i not in facts.commits]
     state, reason = _state(known.kind, facts, snapshot, total)
@@ -110,7 +116,7 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
 
 
 def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
-    if facts.dataset is not None:
+    if facts.dataset is not None or (snapshot is None and facts.training is not None and facts.training.finished):
         return "succeeded", ""
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
         return snapshot.state, snapshot.reason
@@ -196,7 +202,7 @@ def look(backend: Backend, known: Known, out: Out) -> tuple[Status, Facts]:
     """(status, OUT's part of it): a store that is not there is no reason to fail, `Facts.unread` says so."""
     snapshot = backend.snapshot(known.run)
     try:
-        facts = read_facts(out)
+        facts = Facts(training=trained.told(out)) if known.kind == "train" else read_facts(out)
     except StoreError as error:
         plan = out.cached_plan()
         facts = Facts(sizes_of(plan) if plan else (), unread=error.message)
@@ -213,7 +219,7 @@ def find(reference: str, backend: Backend, settings: Settings) -> Known:
     for run in known:
         if run.run == reference:
             return run
-    configured = settings.section("tokenize", {})["out"].value
+    configured = settings.section("tokenize", {})["out"].value or settings.section("train", {})["out"].value
     if configured:
         return _of_out(configured, known, None if reference == LATEST else reference)
     if reference == LATEST:
@@ -226,6 +232,9 @@ def find(reference: str, backend: Backend, settings: Settings) -> Known:
 def _of_out(uri: str, known: list[Known], run: str | None) -> Known:
     """The newest run (or that run) of an OUT, from its own records."""
     out = Out(uri, QUICK)
+    training = trained.known_of(out, known)
+    if training is not None and run in (None, training.run):
+        return training
     records = [record for record in out.runs() if run in (None, plans.run_of(record.run))]
     if not records:
         what = f"run `{run}` is not known here, nor to `{out.uri}`" if run else f"`{out.uri}` holds no run"

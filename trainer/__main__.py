@@ -26,6 +26,10 @@ def _run(verb: str, argv: list[str]) -> int:
         from trainer.supervisor import Supervisor
 
         return Supervisor(train_args).run()
+    elif verb == "check":
+        from trainer.check import main as check
+
+        return check(argv)
     elif verb == "pool":
         from trainer.pool import main as pool
 
@@ -35,7 +39,9 @@ def _run(verb: str, argv: list[str]) -> int:
 
         compare(Path(argv[0]), Path(argv[1]))
     else:
-        raise JobError(Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, pool, eval, export or selfcheck")
+        raise JobError(
+            Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, check, pool, eval, export or selfcheck"
+        )
     return int(Exit.OK)
 
 

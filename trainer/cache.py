@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizer.job import CONTRACT, DATASET, REFUSED, Exit, JobError
+from tokenizer.job import CONTRACT, DATASET, PLAN, REFUSED, Exit, JobError
 from tokenizer.store import NotFound, Store, open_store, parse_uri
 
 CACHE_ENV, LIMIT_ENV = "DFLASH_DATA_CACHE", "DFLASH_DATA_CACHE_BYTES"
@@ -51,6 +51,8 @@ def _incomplete(store: Store) -> JobError:
     try:
         reasons = json.loads(store.get_bytes(REFUSED))["reasons"]
     except (NotFound, ValueError, KeyError):
+        if store.stat(PLAN) is None:
+            return JobError(Exit.DATA, f"`{store.root}` holds no dataset", "name the OUT of a `dflashctl tokenize`")
         return JobError(
             Exit.DATA, f"dataset `{store.root}` is not complete: it has no {DATASET}", "run `dflashctl resume` first"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Self
@@ -150,6 +151,8 @@ class TrainArgs(_Args):
             raise _usage("steps", self.steps, "give a number of steps, or 0 for --epochs")
         if self.block_size < 2:
             raise _usage("block_size", self.block_size, "a block is the anchor and at least one drafted token")
+        if self.mask_token_id < -1:
+            raise _usage("mask_token_id", self.mask_token_id, "give a row of the target's embedding, or -1: chosen")
         if self.max_length < 2:
             raise _usage("max_length", self.max_length, "a row needs at least two tokens")
         if not 0 < self.lr < 1:
@@ -161,10 +164,14 @@ class TrainArgs(_Args):
 
     def tap_list(self) -> tuple[int, ...] | None:
         """The taps that were given; None: to be chosen by the target."""
+        hint = "give layer numbers, ascending, such as 1,16,31,46,61"
         try:
-            return tuple(int(tap) for tap in self.taps.split(",")) if self.taps else None
+            taps = tuple(int(tap) for tap in self.taps.split(",")) if self.taps else None
         except ValueError:
-            raise _usage("taps", self.taps, "give layer numbers such as 1,16,31,46,61") from None
+            raise _usage("taps", self.taps, hint) from None
+        if taps and (taps[0] < 0 or any(a >= b for a, b in itertools.pairwise(taps))):
+            raise _usage("taps", self.taps, hint)
+        return taps
 
     def identity(self) -> dict[str, object]:
         """What makes the drafter, beside the dataset's content and the target's revision."""

@@ -27,6 +27,7 @@ RETRIES = 2  # in a row without a new checkpoint
 FINAL = frozenset(
     {Exit.USAGE, Exit.DATA, Exit.SELF_CHECK, Exit.DISK_FULL, Exit.DIVERGED, Exit.CONFIG}
 )  # podFailurePolicy
+ENDS = ("done", "stopped", "failed")  # the last event of a supervisor, by how it ended
 PARENT_DIED = 1  # PR_SET_PDEATHSIG
 
 
@@ -55,9 +56,10 @@ class Pool:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._stop)
 
-    def say(self, state: str, reason: str = "") -> None:
+    def say(self, state: str, reason: str = "", hint: str = "") -> None:
         ended = None if state == "running" else _now()
         record = {"pid": os.getpid(), "state": state, "reason": reason, "started": self.started, "ended": ended}
+        record |= {"hint": hint} if hint else {}
         _write(self.state / "pool.json", record)
 
     def _index(self, **changes: Any) -> None:
@@ -75,25 +77,26 @@ class Pool:
         failures, saved = 0, -1
         while True:
             code, last = self._try()
-            reason = str(last.get("message") or (f"ended by signal {-code}" if code < 0 else f"exit code {code}"))
+            hint = str(last.get("hint") or "")
+            reason = str(last.get("message") or f"exit code {code}")
             if code == Exit.OK:
-                self._index(state="succeeded", exit=0, ended=_now(), reason="")
+                self._index(state="succeeded", exit=0, ended=_now(), reason="", hint="")
                 self.say("succeeded")
                 return int(Exit.OK)
             if code == Exit.SIGTERM or self.stopping:
-                self._index(state="pending", exit=int(Exit.SIGTERM), ended=_now(), reason="stopped")
+                self._index(state="pending", exit=int(Exit.SIGTERM), ended=_now(), reason="stopped", hint="")
                 self.say("stopped")
                 return int(Exit.SIGTERM)
             now_saved = int(self.record.get("progress", {}).get("saved_step", -1))
             failures, saved = (0 if now_saved > saved else failures) + 1, max(saved, now_saved)
             if code in FINAL or failures > RETRIES:
-                self._index(state="failed", exit=code, ended=_now(), reason=reason)
-                self.say("failed", reason)
-                return code if code > 0 else int(Exit.RANK_DIED)
-            self._index(state="pending", exit=code, ended=_now(), reason=reason)
+                self._index(state="failed", exit=code, ended=_now(), reason=reason, hint=hint)
+                self.say("failed", reason, hint)
+                return code
+            self._index(state="pending", exit=code, ended=_now(), reason=reason, hint=hint)
 
     def _try(self) -> tuple[int, dict[str, Any]]:
-        """One pod: its exit code and its last JSON line."""
+        """One pod: its exit code, 128 + N where signal N ended it, and the JSON line that tells how it ended."""
         tries = [int(path.stem.split("-")[1]) for path in (self.state / "logs").glob("00000-*.txt")]
         attempt = max(tries, default=-1) + 1
         last: dict[str, Any] = {}
@@ -121,9 +124,13 @@ class Pool:
                         last = json.loads(line)
                         if last.get("event") == "progress":
                             self._index(progress=last)
+                        elif last.get("event") == "note":
+                            self._index(said=last["message"])
             code = self.child.wait()
             self.child = None
-        return code, last
+        if code < 0:
+            return 128 - code, {"message": f"ended by {signal.Signals(-code).name}"}
+        return code, last if last.get("event") in ENDS else {}
 
 
 def main(argv: Sequence[str]) -> int:

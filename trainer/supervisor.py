@@ -230,7 +230,7 @@ class Supervisor:
             self.steps = [*self.steps[-99:], float(event["seconds"])]
         if name == "finished":
             self.finished = event
-        self.say(name, **event)
+        self.say(name, rank=child.name, **event)
 
     def kill(self) -> None:
         """End every child at once and reap it."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tokenizer.job import Exit, JobError
 
+FETCH = "the files are of two models, or not all there: fetch it again"
 RECURRENT = frozenset({"linear_attention", "mamba", "recurrent"})  # layer types whose state cannot be rolled back
 
 

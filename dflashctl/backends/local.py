@@ -32,9 +32,10 @@ from dflashctl.why import Cause, of_indexes
 
 HOME = ".dflash"
 LOG_NAME = re.compile(r"([0-9]+)-([0-9]+)\.txt")
-STOP_WAIT = 60.0  # seconds that a worker gets to write off its shard after SIGTERM
+STOP_WAIT = {"tokenize": 60.0, "train": 600.0}  # seconds after SIGTERM to write off a shard, or end a step and save it
 START_WAIT = 10.0  # seconds within which a pool that started says so
 PAUSE = 0.1  # seconds between two looks
+SAID = ("said", "hint")  # of a training's state: its last note, and the remedy of how it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,15 @@ class LocalBackend:
     def here(cls) -> LocalBackend:
         """The runs of the current directory."""
         return cls(Path.cwd() / HOME)
+
+    def of(self, known: Known) -> LocalBackend:
+        """The backend that keeps this run: itself, or that of the directory where it was started."""
+        return replace(self, home=Path(known.home)) if known.home else self
+
+    def last(self, run: str) -> dict[str, Any]:
+        """The submission of the run's newest Job as a document; {} for a run that is not known."""
+        record = _read(self._folder(run) / "run.json")
+        return dict(record["jobs"][-1]) if record else {}
 
     # ---- Backend
 
@@ -72,8 +82,6 @@ class LocalBackend:
             yield
 
     def check(self, submission: Submission) -> None:
-        if submission.kind != "tokenize":
-            raise UsageError("this machine runs `tokenize` alone", "`--backend kube` for a cluster")
         there = next(path for path in (self.home / "runs", self.home, self.home.parent) if os.path.lexists(path))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise PreflightError(
@@ -119,7 +127,8 @@ class LocalBackend:
         for job in record["jobs"]:
             indexes.update(read_indexes(self._folder(run) / job["job"]))
         suspended = (folder / "suspended.json").exists()
-        return fold(_read(folder / "pool.json"), alive, suspended, indexes, record["jobs"][-1]["indexes"])
+        pool, planned, goes_on = _read(folder / "pool.json"), record["jobs"][-1]["indexes"], record["kind"] == "train"
+        return fold(pool, alive, suspended, indexes, planned, goes_on)
 
     def logs(self, run: str, indexes: Sequence[int] | None, previous: bool, follow: bool) -> Iterator[LogLine]:
         record = _read(self._folder(run) / "run.json")
@@ -127,9 +136,13 @@ class LocalBackend:
             return
         folder = self._folder(run) / record["jobs"][-1]["job"]
         read: dict[Path, int] = {}
+        newest: dict[int, Path] = {}
         while True:
             alive = _locked(folder)
             for index, path in self._log_files(run, record, indexes, previous):
+                if (before := newest.get(index, path)) != path:  # the try that was followed has ended
+                    yield from _new_lines(index, before, read, final=True)
+                newest[index] = path
                 yield from _new_lines(index, path, read, final=not (alive and follow))
             if not (alive and follow):
                 return
@@ -142,11 +155,12 @@ class LocalBackend:
         folder = self._folder(run) / record["jobs"][-1]["job"]
         _write(folder / "suspended.json", {"suspended": True})
         pid = int((_read(folder / "pool.json") or _read(folder / "started.json") or {}).get("pid") or 0)
-        deadline = time.monotonic() + STOP_WAIT
+        wait = STOP_WAIT[record["kind"]]
+        deadline = time.monotonic() + wait
         sent = 0.0
         while _locked(folder):
             if time.monotonic() > deadline:
-                raise ApiError(f"run `{run}` has not ended {STOP_WAIT:.0f} s after SIGTERM", f"look at {folder}/logs")
+                raise ApiError(f"run `{run}` has not ended {wait:.0f} s after SIGTERM", f"look at {folder}/logs")
             if pid and time.monotonic() - sent > 5.0:
                 sent = time.monotonic()
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -161,7 +175,7 @@ class LocalBackend:
         job = record["jobs"][-1]
         self._start(Submission(**{**job, "argv": tuple(job["argv"]), "indexes": tuple(job["indexes"])}))
 
-    def scale(self, run: str, parallelism: int) -> None:
+    def scale(self, run: str, parallelism: int) -> int:
         raise UsageError(
             "a Job on this machine keeps its parallelism",
             f"`dflashctl stop {run}`, then `dflashctl resume {run} --parallelism {parallelism}`",
@@ -176,7 +190,7 @@ class LocalBackend:
         snapshot = self.snapshot(run)
         if snapshot is None:
             return []
-        causes = of_indexes(snapshot.indexes)
+        causes = of_indexes(snapshot.indexes, kind=str((_read(self._folder(run) / "run.json") or {}).get("kind")))
         if snapshot.state == "failed" and not snapshot.failed:  # what ended the pool itself is no index's
             record = _read(self._folder(run) / "run.json") or {"jobs": [{"job": ""}]}
             hint = (_read(self._folder(run) / record["jobs"][-1]["job"] / "pool.json") or {}).get("hint")
@@ -259,9 +273,17 @@ class LocalBackend:
 
 
 def fold(
-    pool: dict[str, Any] | None, alive: bool, suspended: bool, indexes: dict[int, Index], planned: Sequence[int]
+    pool: dict[str, Any] | None,
+    alive: bool,
+    suspended: bool,
+    indexes: dict[int, Index],
+    planned: Sequence[int],
+    goes_on: bool = False,
 ) -> Snapshot:
-    """A Job's state; pure. pool: pool.json; alive: one of its processes is there; planned: the Job's indexes."""
+    """A Job's state; pure. pool: pool.json; alive: one of its processes is there; planned: the Job's indexes.
+
+    goes_on: an unfinished index is not begun again, as that of a training.
+    """
     of_job = [indexes[i] for i in planned if i in indexes]
     failed = tuple(index.index for index in of_job if index.state == "failed")
     active = sum(index.state == "running" for index in of_job)
@@ -280,7 +302,7 @@ def fold(
         elif not reason and failed:
             reason = "; ".join(f"index {index.index}: {index.reason}" for index in of_job if index.state == "failed")
     if not alive:
-        indexes = {i: _not_running(index) for i, index in indexes.items()}
+        indexes = {i: _not_running(index, goes_on) for i, index in indexes.items()}
     return Snapshot(
         state=state,
         reason=reason,
@@ -292,9 +314,11 @@ def fold(
     )
 
 
-def _not_running(index: Index) -> Index:
-    """Nothing runs in a Job whose processes are gone; what an unfinished index had done is done again."""
-    return index if index.state in ("succeeded", "failed") else replace(index, state="pending", message={})
+def _not_running(index: Index, goes_on: bool) -> Index:
+    """Nothing runs in a Job whose processes are gone; unless it goes on, what an index had done is done again."""
+    if index.state in ("succeeded", "failed"):
+        return index
+    return replace(index, state="pending", message=index.message if goes_on else {})
 
 
 def read_indexes(folder: Path) -> dict[int, Index]:
@@ -310,7 +334,7 @@ def read_indexes(folder: Path) -> dict[int, Index]:
                 pod=str(record.get("pid") or ""),
                 reason=str(record.get("reason") or ""),
                 exit_code=record.get("exit"),
-                message=record.get("progress") or {},
+                message=(record.get("progress") or {}) | {key: record[key] for key in SAID if record.get(key)},
             )
     return found
 

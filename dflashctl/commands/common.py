@@ -131,7 +131,19 @@ def opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
 
     backend = session.backend()
     known = find(reference, backend, session.settings)
-    return backend, known, Out(known.out, QUICK)
+    return keeper(backend, known), known, Out(known.out, QUICK)
+
+
+def keeper(backend: Backend, known: Known) -> Backend:
+    """The backend that keeps a run: a training of this machine is also found from other directories."""
+    if not known.home:
+        return backend
+    from pathlib import Path
+
+    from dflashctl.backends.local import LocalBackend
+
+    show.say(f"run {known.run} was started in {Path(known.home).parent}")
+    return LocalBackend(Path(known.home))
 
 
 def seconds(text: str, name: str) -> float:

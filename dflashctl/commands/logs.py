@@ -48,20 +48,25 @@ def add(app: typer.Typer) -> None:
             pattern = re.compile(grep or "")
         except re.error as error:
             raise UsageError(f"`--grep` {grep!r} is not a regular expression: {error}") from None
+        if role not in (None, "target", "drafter"):
+            raise UsageError(f"`--role` is {role!r}", "known are target, drafter")
         backend, known, out = opened(session, run)
+        if role is not None and known.kind != "train":
+            raise UsageError(f"`--role` is of trainings, `{known.run}` is none", "name a training")
         indexes = None if index is None else plan.parse_indexes(index)
         if failed:
             broken = set(look(backend, known, out)[0].failed)
             indexes = sorted(broken if indexes is None else broken & set(indexes))
-        alone = indexes is not None and len(indexes) == 1
-        some = False
+        alone = known.kind == "train" or (indexes is not None and len(indexes) == 1)
+        some = shown = False
         as_object = session.output in ("json", "yaml")
         kept: list[dict[str, Any]] = []
         try:
             for line in _lines(backend, known, out, indexes, previous, follow_, no_wait or failed or previous):
                 some = True
-                if not pattern.search(line.text) or (role is not None and not line.text.startswith(f"[{role}:")):
+                if not pattern.search(line.text) or (role is not None and not _of_role(line.text, role)):
                     continue
+                shown = True
                 if as_object:
                     kept.append({"index": line.index, "text": line.text})
                 else:
@@ -72,6 +77,8 @@ def add(app: typer.Typer) -> None:
             document = {"schema": "dflash.logs/1", "run": known.run, "lines": kept}
             show.emit(document, session.output, list, known.run)
         if some:
+            if not shown and not as_object:
+                show.say(f"run {known.run}: no line of its log matches")
             return 0
         if no_wait:
             now = look(backend, known, out)[0]
@@ -80,6 +87,11 @@ def add(app: typer.Typer) -> None:
         what = "no index of it has failed" if failed and not indexes else "there is no log to show"
         show.say(f"run {known.run}: {what}")
         return 0
+
+
+def _of_role(line: str, role: str) -> bool:
+    """Whether a rank of that role said a line of a training's log: in its own words, or as an event that bears it."""
+    return line.startswith(f"[{role}:") or (line.startswith("{") and f'"rank": "{role}:' in line)
 
 
 def _lines(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflashctl import show
-from dflashctl.commands.common import LATEST, RunRef, Session, verb
+from dflashctl.commands.common import LATEST, RunRef, Session, keeper, verb
 from dflashctl.commands.places import (
     Account,
     DryRun,
@@ -26,7 +26,7 @@ from dflashctl.commands.places import (
 from dflashctl.errors import Detached, UsageError
 
 if TYPE_CHECKING:
-    from dflashctl.backends.base import Backend
+    from dflashctl.backends.base import Backend, Known
     from dflashctl.plan import Declaration
     from dflashctl.submit import Started
     from tokenizer.job import GateFlags
@@ -193,8 +193,17 @@ def add(app: typer.Typer) -> None:
         place = place_flags(image, node, queue, env, s3_secret, service_account, set_)
         backend = session.backend("tokenize", place)
         known = find(run, backend, session.settings)
+        if known.kind == "train":
+            return _resume_training(session, known, keeper(backend, known), detach)
         done = submit.resume(known, backend, show.say, skip_file or [], gate, parallelism, workers)
         return _finish(session, done, backend, detach, started)
+
+
+def _resume_training(session: Session, known: Known, backend: Backend, detach: bool) -> int:
+    from dflashctl import training
+    from dflashctl.commands.train import follow_on
+
+    return follow_on(session, training.resume(known, backend), detach)
 
 
 def _dry_run(session: Session, declaration: Declaration, name: str | None, backend: Backend, side: str) -> int:

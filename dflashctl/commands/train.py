@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from dflashctl.backends.base import Backend, Submission
     from dflashctl.config import Value
+    from dflashctl.training import Started
 
 STUCK_S = 600.0
 
@@ -92,6 +94,7 @@ def add(app: typer.Typer) -> None:
         from dflashctl import training
         from dflashctl.backends.choice import cluster
         from dflashctl.backends.cluster import KubeBackend
+        from dflashctl.backends.local import LocalBackend
         from dflashctl.records import QUICK, Out
 
         flags: dict[str, Any] = {
@@ -129,11 +132,15 @@ def add(app: typer.Typer) -> None:
         if isinstance(backend, KubeBackend):
             values, profile = backend.placing.values, backend.placing.profile(str(place.get("node") or ""))
         args = training.declare(values, allow_degenerate, profile)
+        if isinstance(backend, LocalBackend):
+            args = training.here(args)
         job = training.submission(args, training.run_name(args, name), place)
         if dry_run is not None:
             return _dry_run(session, backend, job, dry_run)
+        if isinstance(backend, LocalBackend):
+            return follow_on(session, training.start_here(args, job, backend, show.say), detach)
         training.check_lock(args, Out(args.out, QUICK).store)
-        return _start(session, backend, job, detach)
+        return follow_on(session, _start(backend, job), detach)
 
 
 def _dry_run(session: Session, backend: Backend, job: Submission, side: str) -> int:
@@ -155,33 +162,48 @@ def _dry_run(session: Session, backend: Backend, job: Submission, side: str) -> 
     return 0
 
 
-def _start(session: Session, backend: Backend, job: Submission, detach: bool) -> int:
-    """Submit, and follow the run unless told not to; the exit code follows its state.
-
-    The trainer decides what is left to do: a run that has ended is started again, and says so where nothing is.
-    """
+def _start(backend: Backend, job: Submission) -> Started:
+    """Submit to a cluster, where nobody can look at the target before: the pod says what is left to do."""
     from dflashctl.backends.base import Known
     from dflashctl.errors import TakenError
-    from dflashctl.follow import Patience, training_block, watch
-    from dflashctl.records import QUICK, Out
     from dflashctl.runs import LIVE
+    from dflashctl.training import Started
 
     seen = backend.snapshot(job.run)
     if seen is None or seen.state not in LIVE:
         backend.submit(job)
-        show.say(f"run {job.run} started")
+        outcome = "started"
     elif any(known.run == job.run and known.out != job.out for known in backend.runs()):
         raise TakenError(f"run `{job.run}` is the name of a run with another OUT", "choose another --name")
     else:
-        show.say(f"run {job.run} is running already")
+        outcome = "running"
     known = next((k for k in backend.runs() if k.run == job.run), Known(job.run, "train", job.out, job.job, 0.0))
-    if detach:
-        show.say(f"see it with `dflashctl status {job.run} -w`")
-        show.emit({"schema": "dflash.train/1", "run": job.run, "state": "running"}, session.output, list, job.run)
+    return Started(known, backend, outcome)
+
+
+def follow_on(session: Session, done: Started, detach: bool) -> int:
+    """Say what happened, follow the run unless told not to, print where it stands; the exit code follows its state."""
+    from dflashctl import trained
+    from dflashctl.follow import Patience, watch
+    from dflashctl.records import QUICK, Out
+    from dflashctl.runs import look
+
+    known, backend, out = done.known, done.backend, Out(done.known.out, QUICK)
+    if done.outcome == "unchanged":
+        show.say(f"run {known.run} unchanged: {known.out} is complete")
+        now, _ = look(backend, known, out)
+        document = now.document() | {"state": "succeeded"}
+        show.emit(document, session.output, lambda: trained.block(replace(now, state="succeeded")), known.run)
         return 0
-    status = watch(backend, known, Out(job.out, QUICK), Patience(STUCK_S, ("suspended",)).over)
+    show.say(f"run {known.run} {'started' if done.outcome == 'started' else 'is running already'}")
+    if detach:
+        show.say(f"see it with `dflashctl status {known.run} -w`")
+        show.emit({"schema": "dflash.train/1", "run": known.run, "state": "running"}, session.output, list, known.run)
+        return 0
+    status = watch(backend, known, out, Patience(STUCK_S, ("suspended",)).over)
     if status.state != "succeeded":
-        text = f"run {job.run} {status.state}" + (f": {status.reason}" if status.reason else "")
-        show.fail(text, f"see `dflashctl logs {job.run}`, then the same command goes on from the last checkpoint")
-    show.emit(status.document(), session.output, lambda: training_block(status), job.run)
+        text = f"run {known.run} {status.state}" + (f": {status.reason}" if status.reason else "")
+        causes = backend.why(known.run) if status.state == "failed" else []
+        show.fail(text, causes[0].remedy if causes else f"`dflashctl resume {known.run}` goes on")
+    show.emit(status.document(), session.output, lambda: trained.block(status), known.run)
     return 0 if status.state == "succeeded" else 3
