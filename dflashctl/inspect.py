@@ -98,6 +98,8 @@ def _figures(record: Record, shown: Record) -> Iterable[tuple[str, str]]:
         yield "cut", f"{show.count(record['cut']['rows'])} rows, {show.count(record['cut']['loss_tokens'])} loss tokens"
     if record["control_tokens"]:
         yield "control tokens", f"{show.count(record['control_tokens'])} quoted in replies, as ordinary text"
+    if left_out := record.get("left_out"):
+        yield "not read", ", ".join(f"{number} {reason}" for reason, number in left_out.items())
     for key in record["skipped"]:
         yield "skipped file", key
 

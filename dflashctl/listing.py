@@ -1,7 +1,7 @@
 """What the INPUTs hold: each object once, with the path that its row ids start with, and what was left out.
 
-An OpenAI batch output has replies only; its prompts are in the request file it was made from. So the first line of
-every object is looked at: request files found among the INPUTs are taken out of the data and pinned, with those named
+An OpenAI batch output has replies only; its prompts are in the request file it was made from. So the first lines of
+objects are looked at: request files found among the INPUTs are taken out of the data and pinned, with those named
 by `--batch-input`, for the outputs that need them.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -24,6 +25,7 @@ from tokenizer.store import Listing, Options, StoreError, expand, join, locate
 
 PEEK = 64 << 10  # bytes of an object's head that are read to know its kind
 THREADS = 16
+SAMPLES = 8  # objects on S3 with names of one kind that are looked into
 _CUSTOM_ID = re.compile(rb'^\s*\{.{0,200}"custom_id"\s*:', re.DOTALL)
 _REQUEST = re.compile(rb'"url"\s*:\s*"/v1/.*"body"\s*:\s*\{', re.DOTALL)
 _OUTPUT = re.compile(rb'"response"\s*:\s*\{\s*"status_code"')
@@ -92,7 +94,24 @@ def _gather(uris: Iterable[str], options: Options) -> tuple[list[Obj], dict[str,
             obj = Obj(join(listing.root, stat.key), stat.size, stat.etag, stat.key)
             if obj.key not in found or len(found[obj.key].path) < len(obj.path):
                 found[obj.key] = obj
-    return sorted(found.values()), dict(sorted(skipped.items()))
+    objects = _without_links(found.values())
+    if len(objects) < len(found):
+        skipped["same_file"] = len(found) - len(objects)
+    return objects, dict(sorted(skipped.items()))
+
+
+def _without_links(objects: Iterable[Obj]) -> list[Obj]:
+    """Every file of this machine once, however many symbolic links lead to it: under its own name if that is there."""
+    files: dict[str, Obj] = {}
+    others = []
+    for obj in sorted(objects, key=lambda o: (not o.key.startswith("s3://") and os.path.islink(o.key), o)):
+        if obj.key.startswith("s3://"):
+            others.append(obj)
+            continue
+        real = os.path.realpath(obj.key)
+        if real not in files or real == obj.key:
+            files[real] = obj
+    return sorted([*others, *files.values()])
 
 
 def _expand(uri: str, options: Options) -> Listing:
@@ -105,9 +124,14 @@ def _expand(uri: str, options: Options) -> Listing:
 
 
 def _kinds(objects: Sequence[Obj], options: Options) -> list[str]:
-    """ "request", "output" or "" of each object, by its first line; raises PreflightError if one cannot be opened."""
+    """ "request", "output" or "" of each object, by its first line; raises PreflightError if one cannot be opened.
 
-    def kind(obj: Obj) -> str:
+    Every file of this machine is looked into. On S3 a GET each would cost more than the listing: a few of every set of
+    names that differ by numbers alone stand for the rest, unless one of them belongs to a batch.
+    """
+
+    def kind(number: int) -> str:
+        obj = objects[number]
         store, key = locate(obj.key, options)
         stream = store.open_stream(key, size=min(obj.size, PEEK))
         try:
@@ -120,10 +144,32 @@ def _kinds(objects: Sequence[Obj], options: Options) -> list[str]:
                 close()
         return kind_of(first_line(head))
 
-    if len(objects) < THREADS:
-        return [kind(obj) for obj in objects]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(kind, objects))
+    def look(numbers: Sequence[int]) -> dict[int, str]:
+        if len(numbers) < THREADS:
+            return {number: kind(number) for number in numbers}
+        with ThreadPoolExecutor(THREADS) as pool:
+            return dict(zip(numbers, pool.map(kind, numbers), strict=True))
+
+    first = samples([o.key for o in objects])
+    kinds = look(first)
+    if any(kinds.values()):
+        kinds |= look([n for n in range(len(objects)) if n not in kinds])
+    return [kinds.get(n, "") for n in range(len(objects))]
+
+
+def samples(keys: Sequence[str]) -> list[int]:
+    """Which of the keys (sorted) are looked into first: every file here, and of S3's some of each kind of name."""
+    groups: dict[str, list[int]] = {}
+    chosen = []
+    for number, key in enumerate(keys):
+        if key.startswith("s3://"):
+            groups.setdefault(re.sub(r"[0-9]+", "0", key), []).append(number)
+        else:
+            chosen.append(number)
+    for alike in groups.values():
+        step = max(1, len(alike) // SAMPLES)
+        chosen += {*alike[::step], alike[-1]}
+    return sorted(chosen)
 
 
 def first_line(head: bytes) -> bytes:

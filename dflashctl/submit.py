@@ -6,6 +6,7 @@ command that crashed, was repeated or is run from another machine finds its way 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from tokenizer.store import StoreError, locate
 
 Say = Callable[[str], None]
 THREADS = 16
+APPEARS_S = 15.0  # between the record of a Job and the Job
 DOWNLOADS = 32  # objects that all pods of a run read at once, about
 
 
@@ -120,6 +122,7 @@ def cut_plan(declaration: plans.Declaration, model: Model, found: listing.Found)
             declaration.shards,
             batch_inputs=found.batch_inputs,
             model=model.name,
+            left_out=found.skipped,
         )
     except JobError as error:
         raise PreflightError(error.message, error.hint) from None
@@ -282,22 +285,36 @@ def _start(
     _, remark = plans.clamp_parallelism(operation.parallelism, len(missing) or len(plan.batches))
     if remark:
         say(remark)
-    out.put_run(
-        RunRecord(
-            run=job,
-            sequence=1 + max((record.sequence for record in records), default=0),
-            indexes=tuple(missing),
-            plan_sha256=plan.sha256(),
-            gate=operation.gate,
-            repinned=operation.repinned,
-            skipped=operation.skipped,
-            flags=operation.flags(backend),
-        )
+    record = RunRecord(
+        run=job,
+        sequence=1 + max((record.sequence for record in records), default=0),
+        indexes=tuple(missing),
+        plan_sha256=plan.sha256(),
+        gate=operation.gate,
+        repinned=operation.repinned,
+        skipped=operation.skipped,
+        flags=operation.flags(backend),
     )
+    try:
+        out.put_run(record)
+    except TakenError:  # of two commands at once the faster one starts the Job, and both follow it
+        if not missing or not _appears(known, backend):
+            raise
+        return Started(known, out, "running")
     if not missing:
         return Started(known, out, "settled")
     backend.submit(submission(run, job, out.uri, missing, operation))
     return Started(known, out, "started")
+
+
+def _appears(known: Known, backend: Backend) -> bool:
+    """Whether the Job that another command has just recorded is there soon."""
+    end = time.monotonic() + APPEARS_S
+    while not any(other.job == known.job for other in backend.runs()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:

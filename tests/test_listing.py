@@ -111,3 +111,48 @@ def test_compressed_heads_are_looked_into() -> None:
         assert listing.kind_of(listing.first_line(data[: listing.PEEK])) == "request"
     for broken in (b"\x1f\x8bnothing", b"\x28\xb5\x2f\xfdnothing"):
         assert listing.first_line(broken) == b""
+
+
+def test_a_file_that_links_lead_to_is_read_once_under_its_own_name(tmp_path: Path) -> None:
+    own = write(tmp_path / "in" / "m" / "x.jsonl", {"prompt": "q"})
+    (tmp_path / "in" / "a.jsonl").symlink_to(own)
+    (tmp_path / "in" / "m" / "y.jsonl").symlink_to("x.jsonl")
+    (tmp_path / "in" / "b").symlink_to(tmp_path / "in" / "m")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    for inputs in (
+        [tmp_path / "in"],
+        [tmp_path / "in" / "b", tmp_path / "in"],
+        [tmp_path / "in", tmp_path / "in" / "b"],
+    ):
+        found = find(*map(str, inputs))
+        assert [(o.key, o.path) for o in found.objects] == [(own, "m/x.jsonl")]
+        assert found.skipped["same_file"] >= 2
+    only = find(str(tmp_path / "in" / "a.jsonl"))  # a link alone is a name like any other
+    assert [o.path for o in only.objects] == ["a.jsonl"] and only.skipped == {}
+
+
+def test_hard_links_are_two_files(tmp_path: Path) -> None:
+    own = write(tmp_path / "x.jsonl", {"prompt": "q"})
+    (tmp_path / "y.jsonl").hardlink_to(own)
+    assert [o.path for o in find(str(tmp_path)).objects] == ["x.jsonl", "y.jsonl"]
+
+
+def test_of_many_objects_on_s3_some_of_each_kind_of_name_are_looked_into() -> None:
+    keys = [f"s3://b/{folder}/part-{n:05d}.jsonl" for folder in ("a", "b") for n in range(900)] + ["s3://b/req.jsonl"]
+    chosen = listing.samples(sorted(keys))
+    assert len(chosen) <= 2 * (listing.SAMPLES + 2) + 1
+    assert {0, 899, 900, 1799, 1800} <= set(chosen)
+    assert listing.samples(["/x/1.jsonl", "/x/2.jsonl", "/x/3.jsonl"]) == [0, 1, 2]
+
+
+@pytest.mark.s3
+def test_one_batch_file_among_the_samples_has_all_looked_into(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizer.store import open_store
+
+    monkeypatch.setattr(listing, "SAMPLES", 1)
+    store = open_store(s3)
+    for n in range(6):
+        store.put_bytes(f"in/{n}.jsonl", json.dumps(REQUEST if n == 3 else OUTPUT).encode() + b"\n")
+    found = find(f"{s3}/in")
+    assert [o.path for o in found.objects] == [f"{n}.jsonl" for n in (0, 1, 2, 4, 5)]
+    assert {tuple(o.path for o in pinned) for pinned in found.batch_inputs.values()} == {("3.jsonl",)}

@@ -44,7 +44,12 @@ class FileStore(Store):
         if os.path.lexists(self.root) and not os.path.isdir(self.root):
             return
         found: list[Stat] = []
-        _walk(self.root, "", prefix, found, set())
+        seen: set[tuple[int, int]] = set()
+        links = [("", self.root)]
+        while links:  # what is below a directory has its own names, whatever else leads to it
+            key, folder = links.pop(0)
+            _walk(folder, key, prefix, found, seen, links)
+            links.sort()
         yield from sorted(found)
 
     def stat(self, key: str) -> Stat | None:
@@ -168,8 +173,12 @@ def _sync(folder: str) -> None:
         os.close(handle)
 
 
-def _walk(folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple[int, int]]) -> None:
-    """Follows links to files and directories; a directory that was seen already (a loop) is not entered again."""
+def _walk(
+    folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple[int, int]], links: list[tuple[str, str]]
+) -> None:
+    """Follows links to files; those to directories are added to `links`. A directory that was seen already (a loop) is
+    not entered again.
+    """
     with _errors(folder):
         try:
             here = os.stat(folder)
@@ -183,7 +192,10 @@ def _walk(folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple
                 name = key + entry.name
                 if entry.is_dir():
                     if prefix.startswith(name + "/") or (name + "/").startswith(prefix):
-                        _walk(entry.path, name + "/", prefix, found, seen)
+                        if entry.is_symlink():
+                            links.append((name + "/", entry.path))
+                        else:
+                            _walk(entry.path, name + "/", prefix, found, seen, links)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMPORARY):
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
                         stat = entry.stat()

@@ -161,6 +161,7 @@ def summary(plan: Plan, commits: Sequence[Commit]) -> dict[str, Any]:
         "supervised": supervised,
         "samples": [s for c in ordered for s in c["samples"]][:3],
         "skipped": sorted(key for c in ordered for key in c["skipped"]),
+        "left_out": plan.left_out,
         "degenerate": bool(reasons),
         "reasons": reasons,
     }

@@ -104,6 +104,7 @@ class Plan:
     spec: Spec
     batches: tuple[Batch, ...]
     model: str = ""  # as the user named it; for people, not part of the identity (the tokenizer's sha is)
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> files that the listing skipped; for people too
 
     def to_json(self) -> bytes:
         return canonical(
@@ -112,6 +113,7 @@ class Plan:
                 "model": self.model,
                 "spec": asdict(self.spec),
                 "batches": [asdict(batch) for batch in self.batches],
+                **({"left_out": self.left_out} if self.left_out else {}),
             }
         )
 
@@ -130,6 +132,7 @@ class Plan:
                     for batch in value["batches"]
                 ),
                 model=value["model"],
+                left_out=value.get("left_out", {}),
             )
         except (KeyError, TypeError) as error:
             raise JobError(Exit.CONFIG, f"`{PLAN}` is not a plan: {error}", "choose another --out") from None
@@ -171,6 +174,7 @@ def make_plan(
     *,
     batch_inputs: Mapping[str, Sequence[Obj]] | None = None,
     model: str = "",
+    left_out: Mapping[str, int] | None = None,
 ) -> Plan:
     """Cut `objects` into `shards` batches: contiguous in key order, balanced by bytes, the same for any listing order.
 
@@ -207,7 +211,7 @@ def make_plan(
         pinned = sorted({o.key: o for p in part for o in needs.get(p.key, ())}.values())
         batches.append(Batch(part, tuple(pinned)))
         start, done = end, size
-    return Plan(replace(spec, shards=count), tuple(batches), model)
+    return Plan(replace(spec, shards=count), tuple(batches), model, dict(left_out or {}))
 
 
 def spec_difference(mine: Spec, theirs: Spec) -> str | None:
