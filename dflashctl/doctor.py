@@ -16,10 +16,11 @@ from pathlib import Path
 
 from dflashctl import listing, show
 from dflashctl.config import Settings, Value, unknown_variables
-from dflashctl.errors import CliError
+from dflashctl.errors import CliError, PreflightError
 from dflashctl.model import check_model, resolve_model
 from dflashctl.plan import check_out, check_scheme
 from dflashctl.records import QUICK, Out
+from dflashctl.verify import REMEDY, damage
 from tokenizer.job import JobError
 
 TOKENIZER_NEEDS = ("pyarrow", "numpy", "orjson", "jinja2", "tokenizers", "fastokens", "zstandard")
@@ -123,7 +124,11 @@ def _input(inputs: list[str]) -> str:
 def _out(uri: str) -> str:
     out = Out(check_out(uri, os.path.isdir), QUICK)
     out.store.check()
-    if out.dataset() is not None:
+    record = out.dataset()
+    if record is not None:
+        found = next(damage(out, record, hashes=False), None)
+        if found:
+            raise PreflightError(found, REMEDY)
         return f"`{out.uri}` holds a complete dataset"
     return f"`{out.uri}` holds {'an unfinished dataset' if out.plan() else 'nothing yet'}"
 

@@ -29,13 +29,21 @@ def add(app: typer.Typer) -> None:
         """
         from dflashctl import inspect as reports
 
-        record = _record(out)
+        record, damaged = _record(out)
         if against is not None:
-            document = reports.against((out, record), (against, _record(against)))
+            other, more = _record(against)
+            damaged += more
+            document = reports.against((out, record), (against, other))
             show.emit(document, session.output, lambda: reports.against_lines(document), out)
-            return 0
-        wide = session.output == "wide"
-        show.emit(reports.report(record), session.output, lambda: reports.lines(record, wide), out)
+        else:
+            wide = session.output == "wide"
+            show.emit(reports.report(record), session.output, lambda: reports.lines(record, wide), out)
+        if damaged:
+            from dflashctl.verify import REMEDY
+
+            for found in damaged[1:]:
+                show.warn(found)
+            raise PreflightError(damaged[0], REMEDY)
         return 0
 
     @verb(app)
@@ -66,15 +74,26 @@ def add(app: typer.Typer) -> None:
         return 4 if failed else 0
 
 
-def _record(uri: str) -> dict[str, Any]:
-    """dataset.json, else refused.json, else the same figures of what is committed so far."""
+def _record(uri: str) -> tuple[dict[str, Any], list[str]]:
+    """dataset.json, else refused.json, else the same figures of what is committed so far; and what of it is damaged."""
     from dflashctl.records import QUICK, Out
+    from dflashctl.verify import damage
+    from tokenizer.store import locate
 
+    store, key = locate(uri, QUICK)
+    if key and store.stat(key) is not None:
+        raise PreflightError(
+            f"`{uri}` is a file, not a dataset",
+            "name the OUT of a `dflashctl tokenize`; `tokenize FILE --preview 3` shows the rows of an input file",
+        )
     out = Out(uri, QUICK)
-    record = out.dataset() or out.refused()
+    record = out.dataset()
+    if record is not None:
+        return record, list(damage(out, record, hashes=True))
+    record = out.refused()
     if record is None:
         if out.plan() is None:
             raise PreflightError(f"`{out.uri}` holds no dataset", "name the OUT of a `dflashctl tokenize`")
         record = out.summary()
         show.warn(f"`{out.uri}` is not complete, this is what is committed so far")
-    return record
+    return record, []

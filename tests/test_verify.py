@@ -1,0 +1,92 @@
+"""A dataset that was damaged after it had succeeded is told by name, with a remedy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_fixtures import ctl, tokenize
+from job_fixtures import answer, chat_line
+
+from dflashctl import verify
+from dflashctl.records import Out
+
+SHARD = "data-00000-of-00002.arrow"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    for name in ("a", "b"):
+        lines = [chat_line(f"{name}{n}", answer(n)) + "\n" for n in range(20)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "_SUCCESS").touch()
+    (folder / "a.jsonl.tmp").write_text("half")
+    done = tokenize(folder, ".", "./out", "--shards", "2", "--min-loss-tokens", "1")
+    assert done.code == 0, done.err
+    return folder / "out"
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "deleted": (SHARD, Path.unlink, "is missing"),
+    "cut": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-9]), "were written"),
+    "one bit": (SHARD, flipped, "another content"),
+    "rejects": ("rejected/00001.jsonl", Path.unlink, "is missing"),
+    "tokenizer": ("tokenizer/tokenizer.json", Path.unlink, "is missing"),
+    "state": ("state.json", Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str, dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(dataset, tmp_path / "out")
+    file, change, words = DAMAGE[name]
+    change(tmp_path / "out" / file)
+    done = ctl(tmp_path, "inspect", "./out", "-o", "json")
+    assert done.code == 4 and done.json()["rows"] == 40  # the report is made from the records, and is printed
+    assert f"out/{file}` " in done.err and words in done.err and "hint: restore it" in done.err
+
+
+def test_a_whole_dataset_is_none(dataset: Path, tmp_path: Path) -> None:
+    done = ctl(tmp_path, "inspect", str(dataset))
+    assert done.code == 0 and "error" not in done.err and "warning" not in done.err
+    assert "1 marker, 1 temporary" in done.out  # what the listing left out, beside the figures
+    other = ctl(tmp_path, "inspect", str(dataset), "--against", str(dataset), "-o", "json")
+    assert other.code == 0 and other.json()["same_rows"]
+
+
+def test_hashes_of_large_datasets_are_left_to_their_readers(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(dataset, tmp_path / "out")
+    flipped(tmp_path / "out" / SHARD)
+    out = Out(str(tmp_path / "out"))
+    record = out.dataset()
+    assert record is not None
+    assert len(list(verify.damage(out, record, hashes=True))) == 1
+    assert not list(verify.damage(out, record, hashes=False))
+    monkeypatch.setattr(verify, "HASHED_BYTES", 100)
+    assert not list(verify.damage(out, record, hashes=True))
+
+
+def test_doctor_looks_at_out_too(dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(dataset, tmp_path / "out")
+    (tmp_path / "out" / SHARD).unlink()
+    (tmp_path / "dflash.toml").write_text('[tokenize]\nout = "./out"\n')
+    done = ctl(tmp_path, "doctor", "-o", "json")
+    (check,) = [check for check in done.json()["checks"] if check["name"] == "out"]
+    assert done.code == 4 and check["state"] == "failed" and SHARD in check["detail"]
+
+
+def test_a_file_is_no_dataset(dataset: Path, tmp_path: Path) -> None:
+    for file in (dataset / "dataset.json", dataset.parent / "a.jsonl"):
+        done = ctl(tmp_path, "inspect", str(file))
+        assert done.code == 4 and "is a file, not a dataset" in done.err and "--preview" in done.err
