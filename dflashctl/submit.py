@@ -7,18 +7,21 @@ command that crashed, was repeated or is run from another machine finds its way 
 from __future__ import annotations
 
 import time
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dflashctl import listing
 from dflashctl import plan as plans
 from dflashctl.backends.base import Backend, Known, Submission
+from dflashctl.backends.local import LocalBackend
 from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
 from dflashctl.model import Model, check_model, resolve_model
 from dflashctl.records import PATIENT, Out
-from dflashctl.runs import LIVE
+from dflashctl.runs import LIVE, known_of
 from tokenizer.job import (
     GateFlags,
     JobError,
@@ -36,7 +39,9 @@ from tokenizer.store import StoreError, locate
 
 Say = Callable[[str], None]
 THREADS = 16
+TOLD = 5  # changed files that are named one by one
 APPEARS_S = 15.0  # between the record of a Job and the Job
+COMMITTED = ": every index of this one has its commit, and is not read again"
 DOWNLOADS = 32  # objects that all pods of a run read at once, about
 
 
@@ -68,7 +73,13 @@ class Operation:
     def flags(self, backend: Backend) -> dict[str, Any]:
         """What the run record keeps, for people and for `resume`."""
         kept = {"parallelism": self.parallelism, "workers": self.workers, "model": self.model}
-        return {"backend": backend.name, **kept, "spec_sha256": self.spec_sha256, **self.place}
+        place = {**self.place, **_whereabouts(backend)}
+        return {"backend": backend.name, **kept, "spec_sha256": self.spec_sha256, **place}
+
+
+def _whereabouts(backend: Backend) -> dict[str, Any]:
+    """Where a run of this machine is kept: for whoever finds it by its OUT, from another directory or machine."""
+    return {"host": socket.gethostname(), "home": str(backend.home)} if isinstance(backend, LocalBackend) else {}
 
 
 def operation_of(declaration: plans.Declaration, backend: Backend) -> Operation:
@@ -193,11 +204,18 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
             newest = plans.run_of(records[-1].run) if records else run
             return Started(Known(newest, "tokenize", out.uri, newest, 0.0), out, "unchanged")
         out.put_tokenizer(prepared.model)
+        operation = operation_of(declaration, backend)
+        as_before = bool(records) and records[-1].flags == operation.flags(backend)
+        if records and (away := known_of(records[-1], out.uri, backend.runs())).home:
+            snapshot = LocalBackend(Path(away.home)).snapshot(away.run)
+            if snapshot is not None and snapshot.state in LIVE:
+                return Started(away, out, "running")
         for other in backend.runs():
             snapshot = backend.snapshot(other.run) if other.out == out.uri else None
-            if snapshot is not None and snapshot.state in LIVE:
+            # what is stuck keeps its place in the cluster's queue unless it is asked for in another way
+            if snapshot is not None and snapshot.state in (*LIVE, *(["stuck"] if as_before else [])):
                 return Started(other, out, "running")
-        return _start(run, out, there, records, operation_of(declaration, backend), backend, say)
+        return _start(run, out, there, records, operation, backend, say)
 
 
 def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: Sequence[RunRecord]) -> None:
@@ -208,9 +226,9 @@ def same_identity(prepared: Prepared, shards: int | None, there: Plan, records: 
     if difference := spec_difference(mine, there.spec):
         raise TakenError(f"OUT `{uri}` belongs to another spec: {difference}", hint)
     if difference := object_difference(prepared.found.objects, there, records):
-        raise TakenError(
-            f"OUT `{uri}` belongs to another input: {difference}", f"{hint}, or `resume` if it has no commit"
-        )
+        open_still = len(prepared.out.committed()) < len(there.batches)
+        more = "; `dflashctl resume` takes a changed file whose index has no commit yet" if open_still else COMMITTED
+        raise TakenError(f"OUT `{uri}` belongs to another input: {difference}", hint + more)
     pinned, _ = overlay(there, records)
     here = {o.key: o for objects in prepared.found.batch_inputs.values() for o in objects}
     of_plan = {o.key: o for batch in pinned.batches for o in batch.batch_inputs}
@@ -235,14 +253,19 @@ def resume(
         if plan is None:
             again = "train" if known.kind == "train" else "tokenize"
             raise ApiError(f"`{out.uri}` has no plan", f"`dflashctl {again}` again goes on")
-        if out.dataset() is not None:
+        records = out.runs()
+        pinned, skipped = overlay(plan, records)
+        if (dataset := out.dataset()) is not None:
+            done = set(dataset["skipped"])
+            for key in [skip_key(text, pinned, ()) for text in skip]:
+                if key not in done:
+                    say(f"warning: `--skip-file {key}` is not applied: the dataset is complete, and the file is in it")
+            _tell_late(pinned, range(len(plan.batches)), done, "the dataset is complete", say)
             return Started(known, out, "unchanged")
         snapshot = backend.snapshot(known.run)
         if snapshot is not None and snapshot.state in LIVE:
             return Started(known, out, "running")
-        records = out.runs()
         flags = records[-1].flags if records else {}
-        pinned, skipped = overlay(plan, records)
         committed = out.committed()
         missing = [i for i in range(len(plan.batches)) if i not in committed]
         dropped = tuple(skip_key(text, pinned, committed) for text in skip)
@@ -250,6 +273,8 @@ def resume(
         repinned = changed_objects(pinned, missing, skipped | set(dropped))
         for obj in repinned:
             say(f"`{obj.key}` has changed, it is taken as it is now")
+        if not missing:  # refused: a mended file is the first thing that a user tries
+            _tell_late(pinned, range(len(plan.batches)), skipped, "every index has its commit", say)
         place = backend.flags(flags)
         moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
         unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)
@@ -266,6 +291,8 @@ def resume(
             repinned,
             dropped,
         )
+        if missing and known.away:
+            say(f"warning: run {known.run} was last started {known.away}; if it goes on there, both do the same work")
         if missing:
             job = plans.job_name(known.run, (record.run for record in records))
             backend.check(submission(known.run, job, out.uri, missing, operation))
@@ -331,9 +358,37 @@ def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:
 
 def changed_objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> tuple[Obj, ...]:
     """Objects of those indexes that are not as pinned, as they are now; raises PreflightError for one that is gone."""
+    ordered = _objects(plan, indexes, skipped)
+    found = _now(ordered)
+    for obj, stat in zip(ordered, found, strict=True):
+        if stat is None:
+            raise PreflightError(f"input `{obj.key}` is no longer there", f"leave it out with `--skip-file {obj.key}`")
+    return tuple(stat for obj, stat in zip(ordered, found, strict=True) if stat is not None and stat != obj)
+
+
+def _tell_late(plan: Plan, indexes: Sequence[int], skipped: Iterable[str], why: str, say: Say) -> None:
+    """Says which inputs have changed after they were read, since nothing is read again; one that is gone may be."""
+    ordered = _objects(plan, indexes, skipped)
+    try:
+        changed = [obj.key for obj, now in zip(ordered, _now(ordered), strict=True) if now is not None and now != obj]
+    except PreflightError:  # an input that cannot be asked does not matter here
+        return
+    for key in changed[:TOLD]:
+        say(f"warning: `{key}` has changed since it was read, and is not read again: {why}; choose another --out")
+    if len(changed) > TOLD:
+        say(f"warning: so have {len(changed) - TOLD} others")
+
+
+def _objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> list[Obj]:
+    """The objects of those indexes, request files included, each once."""
     left_out = set(skipped)
     batches = [plan.batches[i] for i in indexes]
     objects = {o.key: o for b in batches for o in (*b.objects, *b.batch_inputs) if o.key not in left_out}
+    return [objects[key] for key in sorted(objects)]
+
+
+def _now(objects: Sequence[Obj]) -> list[Obj | None]:
+    """Each object as it is now, None for one that is gone; raises PreflightError where that cannot be told."""
 
     def now(obj: Obj) -> Obj | None:
         store, key = locate(obj.key, PATIENT)
@@ -343,10 +398,7 @@ def changed_objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) 
             raise PreflightError(f"input {error.message}", error.hint) from None
         return None if stat is None else replace(obj, size=stat.size, etag=stat.etag)
 
-    ordered: list[Any] = [objects[key] for key in sorted(objects)]
+    if len(objects) < THREADS:
+        return [now(obj) for obj in objects]
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(now, ordered)) if len(ordered) >= THREADS else [now(o) for o in ordered]
-    for obj, stat in zip(ordered, found, strict=True):
-        if stat is None:
-            raise PreflightError(f"input `{obj.key}` is no longer there", f"leave it out with `--skip-file {obj.key}`")
-    return tuple(stat for obj, stat in zip(ordered, found, strict=True) if stat is not None and stat != obj)
+        return list(pool.map(now, objects))

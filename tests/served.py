@@ -100,7 +100,8 @@ def a_job(run: str, out: str, completions: int = 1, **status: Any) -> dict[str, 
             "labels": {"dflashctl/run": run, **MINE},
             "annotations": {"dflashctl/out": out, "dflashctl/indexes": f"0-{completions - 1}"},
         },
-        "spec": {"completions": completions, "parallelism": completions, "completionMode": "Indexed"}, "status": status,
+        "spec": {"completions": completions, "parallelism": completions, "completionMode": "Indexed",
+                 "template": {"spec": {}}}, "status": status,
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def a_job(name: str = "run", queue: str = "cpu", **annotations: str) -> tuple[st
         "annotations": annotations,
         "creationTimestamp": "2026-01-01T00:00:00Z",
     }
-    return f"{JOBS}/{name}", {"metadata": meta, "spec": {"suspend": True, "completions": 2}, "status": {}}
+    return f"{JOBS}/{name}", {"metadata": meta, "spec": {"suspend": True, "completions": 2, "template": {"spec": {}}}, "status": {}}
 
 
 WORKLOAD = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -197,7 +198,7 @@ def test_every_command_ends_as_it_should_within_ten_seconds(name: str, double: D
         assert STUCK[name] in processes["wait"].err
     if over and name != "delete_running":
         printed = sorted(x for text in stage.recording.data["logs"].values() for x in text.splitlines())
-        mine = sorted(line.partition("] ")[2] for line in processes["logs"].out.splitlines())
+        mine = sorted(re.sub(r"^\[[0-9]+\] ", "", line) for line in processes["logs"].out.splitlines())
         assert mine == printed, processes["logs"].err
 
 

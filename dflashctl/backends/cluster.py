@@ -157,13 +157,10 @@ class KubeBackend:
                                  "choose another --name") from None  # fmt: skip
 
     def submit(self, submission: Submission) -> None:
-        """Of two commands that resume at once the one with the newer Job wins: it does all that is missing."""
+        """Of commands that resume at once the one with the newest Job wins: that does all that is missing."""
         job = self.render(submission)
-        others = [old for old in self._of(submission.run) if old["metadata"]["name"] != submission.job]
-        if any(attempt(old) > attempt(job) for old in others):
+        if not self._is_newest(job):
             return
-        for old in others:
-            self._delete(old)
         try:
             self.api.create(self._jobs, job)
         except Refused as error:
@@ -173,7 +170,17 @@ class KubeBackend:
             if there is not None and not _same(there, job):
                 raise TakenError(f"Job `{submission.job}` of another spec is in namespace `{self.namespace}`",
                                  "choose another --name, or `dflashctl rm` it") from None  # fmt: skip
+        self._is_newest(job)
         self._remember(Known(submission.run, submission.kind, submission.out, submission.job, time.time()))
+
+    def _is_newest(self, job: Object) -> bool:
+        """Whether no Job of the run is newer; those that are older than the newest are deleted, be it this one."""
+        jobs = self._of(job["metadata"]["labels"][RUN_LABEL])
+        newest = max([attempt(job), *map(attempt, jobs)])
+        for old in jobs:
+            if attempt(old) < newest:
+                self._delete(old)
+        return newest == attempt(job)
 
     def runs(self) -> list[Known]:
         newest: dict[str, Object] = {}
