@@ -257,7 +257,8 @@ def test_the_verb(tmp_path):
     assert (report["schema"], report["lossless"], report["prompts"]) == ("dflash.eval/1", True, 2)
     refused = call(checkpoint="nowhere")
     assert (refused.returncode, refused.stdout) == (Exit.CONFIG, "")
-    assert refused.stderr == "error: checkpoint `nowhere`: no readable config.json\nhint: name a z-lab directory\n"
+    words = "error: checkpoint `nowhere`: no readable config.json: No such file or directory\nhint: name a z-lab directory\n"
+    assert refused.stderr == words
 
 
 def test_a_reply_ends_where_a_server_ends_it(tmp_path):

@@ -1,28 +1,26 @@
 """An export is read by everyone who matters, without a missing key, and cannot differ from the drafter it came from."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tiny_models
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tokenizer.job import Exit, JobError
 from trainer import export as module
+from trainer.__main__ import main
 from trainer.config import DrafterConfig
-from trainer.export import (
-    load_drafter,
-    read_drafter_config,
-    serving_tensors,
-    speculators_config,
-    tensor_shapes,
-    write_speculators,
-    write_zlab,
-)
+from trainer.export import load_drafter, read_drafter_config, serving_tensors, write_speculators, write_zlab
 from trainer.job import ExportArgs
+from trainer.layouts import SPECULATORS, ZLAB, engine_places, read_layout, speculators_config, tensor_shapes
 from trainer.selfcheck import compare, record, self_check
 
 QWEN36 = DrafterConfig(
@@ -167,6 +165,27 @@ def test_speculators_reads_our_own_layout(family, trained, tmp_path):
     assert_speculators_has(tmp_path / "out", trained, family())
 
 
+def test_speculators_computes_the_same(tmp_path):
+    """Its own model, read from our directory, drafts what ours drafts; the window is wide, since it counts it otherwise."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    from trainer.drafter import noise_ids
+
+    drafter, target = tiny_models.drafter(sliding_window=40), tiny_models.qwen3()
+    write_speculators(drafter, tmp_path / "out", str(tiny_models.saved(lambda: target, tmp_path)))
+    theirs = speculators_load(tmp_path / "out").eval()
+    theirs.config.transformer_layer_config._attn_implementation = "sdpa"  # its default has no CPU kernel
+    theirs._create_mask_fn = create_mask
+    states, (ids, learnt, document) = block_inputs(20)[0], torch.zeros(3, 1, 20, dtype=torch.long)
+    ids[0, 9], learnt[0, 9] = 33, 1  # the one anchor
+    with torch.no_grad():
+        logits = theirs._backbone_forward(states, ids, learnt, torch.zeros(1, 20, 32), document, max_anchors=1)[1]
+        live = rounded(drafter)
+        noise = live.embed(noise_ids(ids[:, 9:10], live.config), target.get_input_embeddings().weight)
+        mine = live.logits(ours(live, states[:, :9], noise), target.lm_head.weight)
+    torch.testing.assert_close(logits, mine, rtol=1e-4, atol=1e-4)
+
+
 def test_speculators_own_converter_reads_the_zlab_layout(trained, exported, tmp_path):
     """And what it writes says the same as ours, beside defaults and the versions of libraries."""
     convert = pytest.importorskip("speculators.convert.dflash")
@@ -218,45 +237,255 @@ def test_a_published_checkpoint_in_several_files_loads(trained, exported, tmp_pa
     assert all(torch.equal(t, tensors[name].float()) for name, t in load_drafter(tmp_path).state_dict().items())
 
 
-def edited(exported, tmp_path, edit):
-    """A copy of the export with its config changed."""
+class Written(NamedTuple):
+    """An export, its layout, the target that it names, and what the live drafter means."""
+
+    path: Path
+    layout: str
+    target: str
+    reference: Path
+
+
+@pytest.fixture(scope="module")
+def exports(trained, exported, tmp_path_factory):
+    """Layout -> its export."""
+    folder = tmp_path_factory.mktemp("written")
+    target = str(tiny_models.saved(tiny_models.qwen3, folder))
+    write_speculators(trained, folder / "out", target)
+    found = {}
+    for layout, path, verifier in ((ZLAB, exported, ""), (SPECULATORS, folder / "out", target)):
+        record(trained, folder / layout, layout, verifier)
+        found[layout] = Written(path, layout, verifier, folder / layout)
+    return found
+
+
+@pytest.fixture(params=[ZLAB, SPECULATORS])
+def written(request, exports):
+    return exports[request.param]
+
+
+def edited(path, tmp_path, edit=lambda config: None):
+    """A copy of an export with its config changed."""
     copy = tmp_path / "copy"
     copy.mkdir()
-    data = json.loads((exported / "config.json").read_text())
+    data = json.loads((path / "config.json").read_text())
     edit(data)
     (copy / "config.json").write_text(json.dumps(data))
-    (copy / "model.safetensors").write_bytes((exported / "model.safetensors").read_bytes())
+    (copy / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     return copy
 
 
-SABOTAGE = {
-    "taps": (lambda c: c["dflash_config"].update(target_layer_ids=[0, 2, 3]), "target_layer_ids"),
-    "mask": (lambda c: c["dflash_config"].update(mask_token_id=94), "mask_token_id"),
-    "block": (lambda c: c["dflash_config"].update(block_size=4), "block_size"),
-    "window": (lambda c: c.update(sliding_window=6), "sliding_window"),
-    "base of one reader only": (lambda c: c["rope_parameters"].update(rope_theta=10000.0), "cos differ"),
-    "partial rotary": (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), "rope_parameters"),
-    "norm": (lambda c: c.update(rms_norm_eps=0.5), "logits differ"),
+def put(place, value):
+    """An edit of config.json at a dotted place."""
+
+    def edit(data):
+        *path, last = place.split(".")
+        for key in path:
+            data = data[int(key)] if isinstance(data, list) else data[key]
+        data[last] = value
+
+    return edit
+
+
+LAYER = {  # in the config of the layers, which is the whole file in z-lab's layout
+    "architecture of a layer": ("model_type", "llama"),
+    "window": ("sliding_window", 6),
+    "window switched off": ("use_sliding_window", False),
+    "layers": ("layer_types", ["full_attention", "full_attention"]),
+    "layers guessed": ("layer_types", None),
+    "base where transformers 4 looks": ("rope_theta", 10000.0),
+    "base where transformers 5 looks": ("rope_parameters.rope_theta", 10000.0),
+    "scaled rotary": ("rope_parameters.rope_type", "yarn"),
+    "partial rotary": ("rope_parameters.partial_rotary_factor", 0.25),
+    "norm": ("rms_norm_eps", 0.5),
+    "biases": ("attention_bias", True),
+    "activation": ("hidden_act", "gelu"),
+    "heads": ("num_attention_heads", 2),
+    "vocabulary": ("vocab_size", 95),
+    "precision": ("dtype", "float16"),
+}
+OWN = {
+    ZLAB: {
+        "taps": ("dflash_config.target_layer_ids", [0, 2, 3]),
+        "taps counted from 1": ("dflash_config.target_layer_ids", [2, 4, 5]),
+        "taps in another order": ("dflash_config.target_layer_ids", [3, 1, 4]),
+        "taps left out": ("dflash_config", {"mask_token_id": 95, "block_size": 5}),
+        "taps for another engine": ("eagle_aux_hidden_state_layer_ids", [1, 3, 4]),
+        "depth of the target": ("num_target_layers", 7),
+        "mask": ("dflash_config.mask_token_id", 94),
+        "no mask": ("dflash_config.mask_token_id", None),
+        "block where z-lab looks": ("dflash_config.block_size", 4),
+        "block where SpecForge looks": ("block_size", 4),
+        "class": ("architectures", ["Qwen3ForCausalLM"]),
+        "causal": ("is_causal", True),
+    },
+    SPECULATORS: {
+        "taps": ("aux_hidden_state_layer_ids", [1, 3, 5]),
+        "taps counted from 0": ("aux_hidden_state_layer_ids", [1, 3, 4]),
+        "mask": ("mask_token_id", 94),
+        "no mask": ("mask_token_id", None),
+        "block": ("block_size", 4),
+        "block where vLLM looks": ("speculators_config.proposal_methods.0.speculative_tokens", 5),
+        "anchor slot": ("sample_from_anchor", True),
+        "causal": ("sliding_window_non_causal", True),
+        "reduced vocabulary": ("draft_vocab_size", 64),
+        "verifier": ("speculators_config.verifier.name_or_path", "another"),
+        "class": ("architectures", ["Eagle3DraftModel"]),
+        "kind": ("speculators_model_type", "eagle3"),
+    },
 }
 
 
-@pytest.mark.parametrize("kind", SABOTAGE)
-def test_self_check_catches_a_wrong_config(kind, trained, exported, tmp_path):
-    edit, words = SABOTAGE[kind]
-    record(serving_tensors(trained), trained.config, tmp_path / "reference")
-    compare(exported, tmp_path / "reference")
-    with pytest.raises(JobError, match=words):
-        compare(edited(exported, tmp_path, edit), tmp_path / "reference")
+PLACES = [(ZLAB, *change) for change in {**LAYER, **OWN[ZLAB]}.values()]
+PLACES += [(SPECULATORS, f"transformer_layer_config.{place}", value) for place, value in LAYER.values()]
+PLACES += [(SPECULATORS, *change) for change in OWN[SPECULATORS].values()]
 
 
-def test_self_check_catches_a_wrong_tensor(trained, exported, tmp_path):
-    copy = edited(exported, tmp_path, lambda config: None)
-    tensors = load_file(copy / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"].roll(32, dims=1)  # taps in another order
-    save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(JobError, match=r"self-check of the export: logits differ by \S+ of their largest") as caught:
-        self_check(serving_tensors(trained), trained.config, copy)
+@pytest.mark.parametrize(("layout", "place", "value"), PLACES)
+def test_self_check_catches_a_wrong_config(layout, place, value, exports, tmp_path):
+    """Every place that an engine reads, in either layout, by its own name."""
+    written = exports[layout]
+    with pytest.raises(JobError) as caught:
+        compare(edited(written.path, tmp_path, put(place, value)), written.reference)
     assert caught.value.code == Exit.SELF_CHECK
+    field = "target_layer_ids" if place == "dflash_config" else place.rpartition(".")[2]
+    assert field in caught.value.message.split(" is ")[0] and "in the drafter" in caught.value.message
+
+
+def test_self_check_passes_what_was_written(written):
+    compare(written.path, written.reference)
+    self_check(tiny_models.drafter(), written.path, written.layout, written.target)
+
+
+def rewritten(edit):
+    """An edit of the tensors."""
+
+    def apply(copy):
+        tensors = load_file(copy / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, copy / "model.safetensors")
+
+    return apply
+
+
+def swap(one, other):
+    def edit(tensors):
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return edit
+
+
+GATE, UP = (f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+FILES = {
+    "taps in another order": (
+        rewritten(lambda t: t.update({"fc.weight": t["fc.weight"].roll(32, dims=1)})),
+        r"logits differ by \S+ of their largest",
+    ),
+    "swapped": (rewritten(swap(GATE, UP)), "logits differ"),
+    "swapped layers": (rewritten(swap(GATE, GATE.replace("0", "1"))), "logits differ"),
+    "perturbed": (rewritten(lambda t: t["layers.1.self_attn.v_proj.weight"][3, 5].mul_(1.5)), "logits differ"),
+    "a norm left at one": (rewritten(lambda t: t["hidden_norm.weight"].fill_(1.25)), "logits differ"),
+    "8 bits": (
+        rewritten(lambda t: t.update({n: w.to(torch.float8_e4m3fn).to(w.dtype) for n, w in t.items()})),
+        "logits differ",
+    ),
+    "float16": (rewritten(lambda t: t.update({n: w.half() for n, w in t.items()})), "float16"),
+    "missing tensor": (rewritten(lambda t: t.pop("norm.weight")), r"missing norm\.weight"),
+    "reduced vocabulary": (rewritten(lambda t: t.update(d2t=torch.zeros(64))), "unexpected d2t"),
+    "nan": (rewritten(lambda t: t["norm.weight"].fill_(math.nan)), r"norm\.weight holds NaN"),
+    "no weights": (lambda copy: (copy / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "half the weights": (lambda copy: os.truncate(copy / "model.safetensors", 9000), r"model\.safetensors cannot be"),
+    "no config": (lambda copy: (copy / "config.json").unlink(), r"no readable config\.json: No such file"),
+    "half the config": (lambda copy: os.truncate(copy / "config.json", 90), r"no readable config\.json: not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_self_check_catches_wrong_files(kind, written, tmp_path):
+    damage, words = FILES[kind]
+    copy = edited(written.path, tmp_path)
+    damage(copy)
+    with pytest.raises(JobError, match=words) as caught:
+        compare(copy, written.reference)
+    assert caught.value.code == Exit.SELF_CHECK
+
+
+def test_self_check_runs_in_a_fresh_process(trained, written, tmp_path):
+    """And says there what differs, whatever the exporter believes."""
+    copy = edited(written.path, tmp_path, put("block_size", 4))
+    with pytest.raises(
+        JobError, match=r"self-check of the export: block_size is 4 in config\.json, 5 in the drafter"
+    ) as c:
+        self_check(trained, copy, written.layout, written.target)
+    assert c.value.code == Exit.SELF_CHECK
+    root = Path(module.__file__).parent.parent
+    command = [sys.executable, "-P", "-m", "trainer", "selfcheck", str(copy), str(written.reference)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(root)}, cwd=tmp_path)
+    assert (done.returncode, done.stderr.startswith("error: block_size is 4")) == (70, True)
+
+
+def test_self_check_compares_with_the_live_drafter(trained, exported):
+    """Not with the tensors that the exporter took for it, nor with another step's."""
+    live = tiny_models.drafter()
+    with torch.no_grad():
+        live.fc.weight[:, :32] *= 1.05
+    with pytest.raises(JobError, match="logits differ"):
+        self_check(live, exported)
+
+
+def test_weights_that_bfloat16_destroys_are_caught(tmp_path):
+    """Two halves of an MLP that cancel but for less than bfloat16 can hold."""
+    live = tiny_models.drafter(intermediate_size=64)
+    with torch.no_grad():
+        for layer in live.layers:
+            mlp = layer.mlp
+            for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
+                weight[32:] = weight[:32]
+            mlp.down_proj.weight[:, 32:] = -mlp.down_proj.weight[:, :32] * 1.0005
+            mlp.down_proj.weight *= 2000
+    with pytest.raises(JobError, match="bfloat16 changes the logits by") as caught:
+        write_zlab(live, tmp_path / "out")
+    assert caught.value.code == Exit.SELF_CHECK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_place_that_is_checked_is_written(written, trained):
+    """A misspelt place would compare nothing with nothing."""
+    data = json.loads((written.path / "config.json").read_text())
+    absent = []
+    for place in engine_places(trained.config, written.layout, written.target):
+        found = data
+        for key in place.split("."):
+            found = found[int(key)] if isinstance(found, list) else (found or {}).get(key)
+        absent += [place.rpartition(".")[2]] if found is None else []
+    assert set(absent) <= {"partial_rotary_factor", "rope_scaling", "is_causal", "eagle_aux_hidden_state_layer_ids"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": False}, {"layer_types": ("sliding_attention",) * 2}])
+def test_our_reading_of_speculators_layout(changes):
+    config = tiny_models.drafter(**changes).config
+    data = json.loads(json.dumps(speculators_config(config, "t", [])))
+    assert read_layout(data, SPECULATORS, 6) == config
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda d: d.pop("transformer_layer_config"), "transformer_layer_config: None"),
+        (lambda d: d.update(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids: None"),
+        (lambda d: d.update(aux_hidden_state_layer_ids=["2", 4]), "aux_hidden_state_layer_ids"),
+        (lambda d: d.update(aux_hidden_state_layer_ids=[0, 4]), r"target_layer_ids: \[-1, 3\]"),
+        (lambda d: d.update(draft_vocab_size=64), "draft_vocab_size: 64"),
+        (lambda d: d.update(sample_from_anchor=True), "sample_from_anchor"),
+        (lambda d: d.update(speculators_model_type="dspark"), "speculators_model_type"),
+        (lambda d: d.update(mask_token_id=None), "mask_token_id: null"),
+    ],
+)
+def test_what_is_no_speculators_drafter_is_named(edit, words, trained):
+    data = json.loads(json.dumps(speculators_config(trained.config, "t", [])))
+    edit(data)
+    with pytest.raises(JobError, match=words):
+        read_layout(data, SPECULATORS, 6)
 
 
 def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
@@ -267,6 +496,31 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     with pytest.raises(JobError, match="target_layer_ids is"):
         write_zlab(trained, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_of_either_layout_ends_with_70(exported, tmp_path, monkeypatch, capsys):
+    """The verb, with an exporter that forgets the shift of the taps, or writes another precision."""
+    target = tiny_models.saved(tiny_models.qwen3, tmp_path)
+
+    def unshifted(config, *more):
+        return speculators_config(config, *more) | {"aux_hidden_state_layer_ids": list(config.target_layer_ids)}
+
+    def coarse(drafter):
+        return {n: w.to(torch.float8_e4m3fn).to(w.dtype) for n, w in serving_tensors(drafter).items()}
+
+    def call(layout, out):
+        code = main(["export", *ExportArgs(str(exported), str(tmp_path / out), layout, str(target)).to_argv()])
+        return code, capsys.readouterr().err
+
+    monkeypatch.setattr(module, "speculators_config", unshifted)
+    code, words = call(SPECULATORS, "one")
+    assert code == 70 and "aux_hidden_state_layer_ids is [1, 3, 4] in config.json, [2, 4, 5] in the drafter" in words
+    monkeypatch.setattr(module, "speculators_config", speculators_config)
+    monkeypatch.setattr(module, "serving_tensors", coarse)
+    for layout in (ZLAB, SPECULATORS):
+        code, words = call(layout, layout)
+        assert code == 70 and "logits differ by" in words
+    assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
 
 
 def test_an_earlier_export_is_replaced_and_nothing_else(trained, tmp_path):
@@ -282,9 +536,12 @@ def test_an_earlier_export_is_replaced_and_nothing_else(trained, tmp_path):
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_a_full_disk_is_named(trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_is_named(error, trained, tmp_path, monkeypatch):
+    """By the system, or by safetensors, whose error is no OSError."""
+
     def full(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(module, "save_file", full)
     with pytest.raises(JobError, match="No space left on device") as caught:
@@ -305,7 +562,7 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_that_do_not_fit_are_named(kind, exported, tmp_path):
     edit, words = TENSORS[kind]
-    copy = edited(exported, tmp_path, lambda config: None)
+    copy = edited(exported, tmp_path)
     tensors = load_file(copy / "model.safetensors")
     edit(tensors)
     save_file(tensors, copy / "model.safetensors")

@@ -8,6 +8,7 @@ factor, mrope, scaling): it rotates its whole head by the default rule, at train
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
@@ -33,7 +34,15 @@ COUNTS = (
     "num_target_layers",
     "max_position_embeddings",
 )
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
+POSITIVE = (
+    "rope_theta",
+    "rms_norm_eps",
+    "initializer_range",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
 
 
 def _refuse(name: str, why: str, hint: str = "") -> JobError:
@@ -108,9 +117,11 @@ class DrafterConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise _refuse(name, f"{value!r} is not a positive whole number")
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range", "input_embedding_scale", "output_multiplier"):
+        for name in POSITIVE:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if value is None and name == "final_logit_softcapping":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise _refuse(name, f"{value!r} is not a positive number")
         if self.head_dim % 2:
             raise _refuse("head_dim", f"{self.head_dim} is odd, and rotary pairs its halves")
@@ -134,17 +145,23 @@ class DrafterConfig:
             )
 
     def _check_layers(self) -> None:
+        if not isinstance(self.layer_types, tuple):
+            raise _refuse("layer_types", f"{self.layer_types!r} is not a list of names")
         if len(self.layer_types) != self.num_hidden_layers:
             raise _refuse("layer_types", f"{len(self.layer_types)} names for {self.num_hidden_layers} layers")
         for kind in self.layer_types:
             if kind not in (FULL, SLIDING):
                 raise _refuse("layer_types", f"`{kind}` is neither {FULL} nor {SLIDING}")
         window = self.sliding_window
-        if SLIDING in self.layer_types and (window is None or window < 1):
+        if SLIDING in self.layer_types and (type(window) is not int or window < 1):
             raise _refuse("sliding_window", f"{window} keys, but layer_types has {SLIDING}", "give a positive window")
+        if self.is_causal not in (None, True, False):
+            raise _refuse("is_causal", f"{self.is_causal!r} is neither true nor false")
 
     def _check_taps(self) -> None:
         taps, layers = self.target_layer_ids, self.num_target_layers
+        if not isinstance(taps, tuple) or not all(type(tap) is int for tap in taps):
+            raise _refuse("target_layer_ids", f"{taps!r} is not a list of layer numbers")
         if not taps:
             raise _refuse("target_layer_ids", "no tap", "name at least one target layer")
         if not all(a < b for a, b in pairwise(taps)):
@@ -190,30 +207,42 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DrafterConfig:
         """Read a z-lab config.json; keys nested in `dflash_config` win. Raises JobError(78) naming a missing field."""
-        nested = data.get("dflash_config") or {}
+        nested = _mapping(data, "dflash_config")
         values = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
         values |= {f.name: nested[f.name] for f in fields(cls) if nested.get(f.name) is not None}
-        if data.get("attention_bias"):
-            raise _refuse("attention_bias", "a drafter with biases cannot be read")
-        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        for name, only in (("attention_bias", False), ("hidden_act", "silu")):
+            if data.get(name) not in (None, only):
+                raise _refuse(name, f"{data[name]!r}, where only {only!r} can be read")
+        rope = _mapping(data, "rope_parameters") or _mapping(data, "rope_scaling")
         if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise _refuse("rope_parameters", f"{rope}: only default rotary over the whole head can be read")
         values.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
-        if "hidden_size" in values and "num_attention_heads" in values:
-            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-        values.setdefault("layer_types", (FULL,) * int(values.get("num_hidden_layers", 0)))
+        values.setdefault("dtype", data.get("torch_dtype", "bfloat16"))  # its name in transformers 4
+        hidden, heads, layers = (
+            values.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            values.setdefault("head_dim", hidden // heads)
+        values.setdefault("layer_types", (FULL,) * (layers if isinstance(layers, int) else 0))
         values.setdefault("block_size", 16)
         values.setdefault("mask_token_id", None)
-        return _build(cls, values)
+        return cls.build(values)
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> DrafterConfig:
+        """From plain JSON values, as `dataclasses.asdict` gives them. Raises JobError(78) naming a missing field."""
+        for entry in fields(cls):
+            if entry.name not in values and entry.default is MISSING:
+                raise _refuse(entry.name, "is missing from the drafter's config.json")
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return cls(**plain)
 
 
-def _build(cls: type[DrafterConfig], values: Mapping[str, Any]) -> DrafterConfig:
-    """Construct from plain JSON values; lists become tuples; a missing field is named."""
-    for entry in fields(cls):
-        if entry.name not in values and entry.default is MISSING:
-            raise _refuse(entry.name, "is missing from the drafter's config.json")
-    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return cls(**plain)
+def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise _refuse(name, f"{found!r} is not a JSON object")
+    return found
 
 
 def default_taps(layers: int, count: int = TAPS) -> tuple[int, ...]:
@@ -287,10 +316,15 @@ def derive(
             raise _refuse(name, "is not in the target's config.json", f"give {name}")
         return choose(name, text.get(name), "the target's")
 
-    for name in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps"):
+    hidden = own("hidden_size")
+    if text.get("intermediate_size") is None and text.get("moe_intermediate_size"):
+        choose("intermediate_size", 3 * hidden, "3 x hidden_size: the target's MLP is experts")
+    else:
+        own("intermediate_size")
+    for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps"):
         own(name)
     heads = int(text.get("num_attention_heads") or 0)
-    head_dim = text.get("head_dim") or (int(values["hidden_size"]) // heads if heads else 0)
+    head_dim = text.get("head_dim") or (int(hidden) // heads if heads else 0)
     if head_dim > 128:  # 256-wide gated heads: the published drafters use 32 heads and 8 key heads of 128 instead
         shape, why = (32, 8, 128), f"the target's heads are {head_dim} wide"
     else:
@@ -302,6 +336,8 @@ def derive(
         raise _refuse("num_target_layers", "num_hidden_layers is not in the target's config.json")
     choose("target_layer_ids", default_taps(depth), "spread evenly")
     layers = choose("num_hidden_layers", 5)
+    if type(layers) is not int:
+        raise _refuse("num_hidden_layers", f"{layers!r} is not a positive whole number")
     choose("block_size", 16)
     window = choose("sliding_window", HYBRID_WINDOW if family in HYBRID else None, "by family")
     values["sliding_window"] = window or None
@@ -317,7 +353,7 @@ def derive(
         choose("mask_token_id", None)
     else:
         choose("mask_token_id", *default_mask_id(family, values["vocab_size"], specials, used))
-    config = _build(DrafterConfig, values)
+    config = DrafterConfig.build(values)
     _check_mask(config.mask_token_id, text, specials)
     return Choice(config, {name: origin[name] for name in known})
 
