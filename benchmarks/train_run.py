@@ -1,11 +1,12 @@
 """A whole training with our loss and with speculators', all else equal: what the drafters are worth on held-out rows.
 
-    python benchmarks/train_run.py --target DIR_OR_GGUF [--steps 80] [--seeds 3]
+    python benchmarks/train_run.py --target DIR [--steps 400] [--seeds 3]
 
-The target is SmolLM2-135M, the rows are its own greedy completions (examples/completions). Both start from the same
-weights, see the same rows in the same order with as many anchors, and have the same optimiser and schedule; only the
-loss differs: its anchors, labels, weights and normalisation. What is measured is the walk over the held-out rows: what
-serving would accept. Each training runs in a process of its own, with one thread.
+The target is SmolLM2-135M, the rows are its own greedy replies to made-up questions, written once (some CPU minutes)
+and kept in .cache. Both start from the same weights, see the same rows in the same order with as many anchors, and have
+the same optimiser and schedule; only the loss differs: its anchors, labels, weights and normalisation. What is measured
+is the walk over the held-out rows: what serving would accept. Each training runs in a process of its own, with one
+thread, the sides in turn; a fifth of the steps pass before seconds are taken.
 """
 
 # ruff: noqa: E402
@@ -43,7 +44,18 @@ from trainer.loss import Objective, block_loss, default_gamma, sample_anchors
 from trainer.optim import AdamW, learning_rate
 from trainer.target import Target, read_config
 
-BLOCK, LAYERS, ANCHORS, BATCH, LENGTH, RATE = 8, 2, 12, 4, 128, 2e-3
+BLOCK, LAYERS, ANCHORS, BATCH, LENGTH, RATE = 8, 2, 8, 2, 96, 2e-3
+REPLY, MAKE = 48, 16  # tokens of a reply at most, rows that are made at once
+THINGS = (
+    "rain", "bread", "a compass", "the moon", "soap", "a bridge", "honey", "the heart", "a volcano", "glass",
+    "a clock", "the ocean", "a forest", "electricity", "music", "a magnet", "coffee", "an island", "a train", "paper",
+    "the sun", "a desert", "cheese", "a river", "the brain", "a market", "snow", "a library", "gold", "a garden",
+)  # fmt: skip
+QUESTIONS = (
+    "Explain {} in a few sentences.", "Write a short poem about {}.", "Give three facts about {}.",
+    "Why do people like {}?", "Tell a story about {}.", "How would you describe {} to a child?",
+    "What is {} used for?", "Write a question about {} and answer it.",
+)  # fmt: skip
 Loss = Callable[["Rows", int], Tensor]
 
 
@@ -67,25 +79,53 @@ class Setting:
     held_out: list[Rows]
 
 
-def read_rows(folder: Path, limit: int) -> list[tuple[str, list[int], list[int]]]:
-    """Name, tokens and loss mask of the demo's single-turn completions, cut at LENGTH tokens."""
+def write_replies(name: str, path: Path) -> None:
+    """The target's greedy replies to every question about every thing, one JSON line each, as a server logs them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    tokenizer.pad_token = "<|im_end|>"
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chats = [[{"role": "user", "content": shape.format(thing)}] for thing in THINGS for shape in QUESTIONS]
+    lines = []
+    for start in range(0, len(chats), MAKE):
+        part = chats[start : start + MAKE]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in part]
+        given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        with torch.no_grad():
+            made = model.generate(**given, max_new_tokens=REPLY, do_sample=False, pad_token_id=end, eos_token_id=end)
+        for messages, ids in zip(part, made[:, given.input_ids.shape[1] :].tolist(), strict=True):
+            reply = tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)
+            row = {"messages": [*messages, {"role": "assistant", "content": reply}]}
+            lines.append(json.dumps(row | {"finish_reason": "stop" if end in ids else "length"}) + "\n")
+        print(f"made {len(lines)} of {len(chats)} rows", flush=True)
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text("".join(lines), "utf-8")
+    fresh.rename(path)
+
+
+def read_rows(path: Path, folder: Path) -> list[tuple[str, list[int], list[int]]]:
+    """Name, tokens and loss mask of each row, cut at LENGTH tokens, in an order of their own."""
     renderer, encoder = chat.Renderer.load(folder), Encoder.load(folder, 0)
     rows = []
-    for path in sorted((HERE.parent / "examples" / "completions").glob("*.jsonl")):
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            found, _ = chat.rows(dialects.parse(dialects.loads(line)), renderer, chat.ChatOptions())
-            if found:
-                encoded = encoder.encode(found[:1])
-                mask = encoded.mask.tolist()[:LENGTH]
-                if sum(mask) > BLOCK:
-                    rows.append((f"{path.name}:{number}", encoded.ids.tolist()[:LENGTH], mask))
-    return sorted(rows, key=lambda row: blake2b(row[0].encode()).digest())[:limit]
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        found, _ = chat.rows(dialects.parse(dialects.loads(line)), renderer, chat.ChatOptions())
+        encoded = encoder.encode(found[:1])
+        mask = encoded.mask.tolist()[:LENGTH]
+        if sum(mask) > BLOCK:
+            rows.append((f"{path.name}:{number}", encoded.ids.tolist()[:LENGTH], mask))
+    return sorted(rows, key=lambda row: blake2b(row[0].encode()).digest())
 
 
-def setting(name: str, limit: int) -> Setting:
-    """The target's part, computed once: every fifth row is held out."""
+def setting(name: str) -> Setting:
+    """The target's part, computed once: every fourth row is held out."""
+    replies = HERE.parent / ".cache" / "train_run.jsonl"
+    if not replies.is_file():
+        write_replies(name, replies)
     with tokenizer_files(name) as folder:
-        rows, specials = read_rows(folder, limit), Specials.read(folder)
+        rows, specials = read_rows(replies, folder), Specials.read(folder)
     used = {token for _, ids, _ in rows for token in ids}
     choice = derive(read_config(name).to_dict(), specials, {"block_size": BLOCK, "num_hidden_layers": LAYERS}, used)
     target = Target.load(name, choice.config.target_layer_ids, dtype=torch.float32, truncate=False)
@@ -95,9 +135,8 @@ def setting(name: str, limit: int) -> Setting:
         with torch.no_grad(), target.recorded() as found:
             last = target.body(input_ids=one, use_cache=False).last_hidden_state
         made.append(Rows([row_name], one, torch.tensor([mask]), torch.cat(found, -1), last))
-    held_out = made[::5]
-    train = [row for number, row in enumerate(made) if number % 5]
-    return Setting(choice.config, target.embed_VH.clone(), target.head_VH.clone(), train, held_out)
+    train = [row for number, row in enumerate(made) if number % 4]
+    return Setting(choice.config, target.embed_VH.clone(), target.head_VH.clone(), train, made[::4])
 
 
 def stack(rows: list[Rows]) -> Rows:
@@ -187,24 +226,26 @@ def train(name: str, s: Setting, seed: int, steps: int) -> dict[str, Any]:
     trained = nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})
     optimizer = AdamW(trained)
     Path("/proc/self/clear_refs").write_text("5")
-    base, began, spent, wall = resident("VmRSS"), time.process_time(), [], time.monotonic()
+    base, spent, walls = resident("VmRSS"), [], []
     per_epoch = len(s.train) // BATCH
     for step in range(steps):
         epoch, within = divmod(step, per_epoch)
         order = mix(seed, epoch, torch.arange(len(s.train)).numpy()).argsort()
         rows = stack([s.train[place] for place in order[within * BATCH : (within + 1) * BATCH]])
-        began = time.process_time()
+        began, at = time.process_time(), time.monotonic()
         value = loss(rows, step)
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.collect()
         optimizer.step(learning_rate(step, steps, RATE, "cosine"), 1.0)
         spent.append(time.process_time() - began)
+        walls.append(time.monotonic() - at)
+    warm = steps // 5
     peak = resident("VmHWM") - base
     weights = {key.replace("/", "."): parameter.detach() for key, parameter in trained.items()}
     drafter.load_state_dict(weights)
     return {
-        "cpu_s": statistics.median(spent),
-        "wall_s": (time.monotonic() - wall) / steps,
+        "cpu_s": statistics.median(spent[warm:]),
+        "wall_s": statistics.median(walls[warm:]),
         "peak_mb": peak / 1e6,
         "loss": float(value),
         "yields": held_out(s, drafter.eval()),
@@ -222,7 +263,12 @@ class Known:
 
 
 def held_out(s: Setting, drafter: Drafter) -> list[list[int]]:
-    return [walk(drafter, Known(s, row.taps), row.ids, row.mask)[0] for row in s.held_out]  # type: ignore[arg-type]
+    """Yields of the blocks of each held-out row."""
+    found = []
+    for start in range(0, len(s.held_out), MAKE):
+        rows = stack(s.held_out[start : start + MAKE])
+        found += walk(drafter, Known(s, rows.taps), rows.ids, rows.mask)  # type: ignore[arg-type]
+    return found
 
 
 def resident(field: str) -> int:
@@ -254,36 +300,39 @@ def forked(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def interval(values: list[float]) -> str:
+    """Mean and its 95 % interval."""
+    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.3f} [{mean - 1.99 * error:+.3f}, {mean + 1.99 * error:+.3f}]"
+
+
 def tau(yields: list[list[int]]) -> float:
-    pooled = [count for row in yields for count in row]
-    return sum(pooled) / len(pooled)
+    return statistics.mean(count for row in yields for count in row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="SmolLM2-135M-Instruct: a directory or GGUF file")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--target", required=True, help="SmolLM2-135M-Instruct, a directory")
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=160)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    s = setting(args.target, args.rows)
-    print(
-        f"{len(s.train)} rows, {len(s.held_out)} held out, {args.steps} steps of {BATCH} rows, {ANCHORS} anchors a row"
-    )
-    print(f"{'':14}{'seed':>5}{'tau':>8}{'loss':>8}{'CPU s a step':>14}{'wall s':>9}{'peak MB':>9}", flush=True)
-    differences: list[float] = []
+    s = setting(args.target)
+    print(f"{len(s.train)} rows, {len(s.held_out)} held out; {args.steps} steps of {BATCH} rows with {ANCHORS} anchors")
+    print(f"{'':14}{'seed':>5}{'tau':>8}{'loss':>8}{'CPU s a step':>14}{'wall s':>9}{'peak MB':>9}{'load':>7}")
+    rows: dict[str, list[list[float]]] = {name: [[] for _ in s.held_out] for name in BUILD}
     for seed in range(args.seeds):
-        found = {}
-        for name in BUILD:
-            f = found[name] = forked(lambda name=name, seed=seed: train(name, s, seed, args.steps))
+        for name in list(BUILD)[:: -1 if seed % 2 else 1]:
+            f = forked(lambda name=name, seed=seed: train(name, s, seed, args.steps))
+            for found, yields in zip(rows[name], f["yields"], strict=True):
+                found.append(statistics.mean(yields))
             figures = f"{tau(f['yields']):8.3f}{f['loss']:8.3f}{f['cpu_s']:14.3f}{f['wall_s']:9.3f}{f['peak_mb']:9.0f}"
-            print(f"{name:14}{seed:>5}{figures}", flush=True)
-        pairs = zip(found["ours"]["yields"], found["speculators"]["yields"], strict=True)
-        differences += [statistics.mean(one) - statistics.mean(other) for one, other in pairs]
-    mean, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-    low, high = mean - 2 * error, mean + 2 * error
-    print(f"ours - speculators, tau of a held-out row: {mean:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}")
+            print(f"{name:14}{seed:>5}{figures}{os.getloadavg()[1]:7.1f}", flush=True)
+    means = {name: [statistics.mean(found) for found in rows[name]] for name in BUILD}
+    for name, values in means.items():
+        print(f"{name:14} tau of a held-out row, mean of its seeds: {interval(values)}")
+    pairs = zip(means["ours"], means["speculators"], strict=True)
+    print(f"ours - speculators, row by row: {interval([one - other for one, other in pairs])}")
 
 
 if __name__ == "__main__":

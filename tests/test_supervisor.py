@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from safetensors import SafetensorError
 
 from tokenizer.job import Exit, JobError
 from trainer.board import Board, Phase
 from trainer.checkpoint import METRICS
 from trainer.job import parse_cadence, parse_split
 from trainer.metrics import cut_back
-from trainer.supervisor import silent, verdict, visible
+from trainer.supervisor import full, silent, verdict, visible
 
 
 def board(*phases):
@@ -21,7 +22,7 @@ def board(*phases):
 
 def quiet_for(seconds, *phases, steps=()):
     made = board(*phases)
-    return silent(made, made.get(0, "beat") + seconds, list(steps))
+    return silent(made, made.get(0, "beat") + seconds, list(steps), range(len(phases)))
 
 
 def test_each_phase_may_be_silent_for_its_time():
@@ -44,7 +45,31 @@ def test_the_quietest_rank_is_named():
     made = board(Phase.STEP, Phase.STEP, Phase.STEP)
     last = made.get(1, "beat")
     made.rows[1, 1] = last - 500
-    assert silent(made, last, [1.0]) == 1
+    assert silent(made, last, [1.0], range(3)) == 1
+    assert silent(made, last, [1.0], [0, 2]) is None  # it has ended since
+
+
+def test_one_that_waits_for_another_is_not_the_one_to_name():
+    made = board(Phase.STEP, Phase.STEP, Phase.STEP)
+    last = made.get(1, "beat")
+    for rank, seconds in enumerate((130, 100, 1)):
+        made.rows[rank, 1] = last - seconds
+    with made.waiting(0):
+        assert silent(made, last, [1.0], range(3)) == 1
+        with made.waiting(1):
+            assert silent(made, last, [1.0], range(3)) == 0  # all that are late wait: the one that began
+    assert silent(made, last, [1.0], range(3)) == 0
+
+
+def test_a_rank_at_its_end_gives_the_others_no_more_time():
+    assert quiet_for(121, Phase.END, Phase.STEP, steps=[1.0]) is not None
+    assert quiet_for(1790, Phase.END, Phase.END, steps=[1.0]) is None
+
+
+def test_a_full_disk_is_known_by_code_and_by_words():
+    assert full(OSError(28, "No space left on device")) and full(OSError(122, "Disk quota exceeded"))
+    assert full(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not full(OSError(2, "No such file")) and not full(ValueError("28"))
 
 
 @pytest.mark.parametrize(

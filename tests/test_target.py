@@ -1,10 +1,12 @@
 """The taps are what transformers calls hidden_states[L + 1], whatever the batch, the padding or the truncation."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import llama, nested_qwen35, qwen3, qwen35, saved
 from vocab import smollm2_dir
 
@@ -103,6 +105,33 @@ def test_refusals_name_the_remedy(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=r"no config\.json and 0 GGUF files"):
         Target.load(str(tmp_path / "empty"), TAPS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("shape", r"`model\.layers\.0\.mlp\.down_proj\.weight` is \(32, 64\), not \(32, 48\).*; 15 more"),
+        ("missing", r"`model\.layers\.1\.mlp\.up_proj\.weight` is missing"),
+        ("cut", "incomplete"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path, harm, words, capfd):
+    """transformers would go on with random numbers in their place."""
+    path = saved(qwen3, tmp_path)
+    weights = path / "model.safetensors"
+    if harm == "shape":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    elif harm == "missing":
+        tensors = load_file(weights)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(JobError, match=words) as caught:
+        Target.load(str(path), TAPS)
+    assert caught.value.code == Exit.CONFIG and "\n" not in caught.value.message
+    assert "REPORT" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

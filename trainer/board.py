@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
@@ -26,7 +28,7 @@ class Phase(IntEnum):
     END = 7
 
 
-FIELDS = ("phase", "beat", "steps", "busy", "idle", "items")
+FIELDS = ("phase", "beat", "steps", "busy", "items", "waits")
 
 
 class Board:
@@ -52,6 +54,13 @@ class Board:
         if phase is not None:
             self.rows[rank, FIELDS.index("phase")] = phase
         self.rows[rank, FIELDS.index("beat")] = time.monotonic()
+
+    @contextmanager
+    def waiting(self, rank: int) -> Iterator[None]:
+        """While the rank waits for another one, its silence is not its own."""
+        self.rows[rank, FIELDS.index("waits")] = 1.0
+        yield
+        self.rows[rank, FIELDS.index("waits")] = 0.0
 
     def phase(self, rank: int) -> Phase:
         return Phase(int(self.get(rank, "phase")))

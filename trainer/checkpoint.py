@@ -13,6 +13,7 @@ before it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ from trainer.config import DrafterConfig
 from trainer.export import CONFIG, WEIGHTS
 
 FOLDER, LATEST, META, STATE = "checkpoints", "latest", "trainer.json", "state.safetensors"
-METRICS = "metrics.jsonl"
+METRICS, BOARD = "metrics.jsonl", "tensorboard"
 NAME = re.compile(r"step-(\d{6,})")
 KEEP = 2  # newest ones that are not pruned
 
@@ -47,7 +48,7 @@ def step_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything after `step` steps, on the CPU and not shared with the model. rows: trained so far, epochs counted."""
+    """Everything after `step` steps, on the CPU and not shared with the model. counters: rows and tokens trained."""
 
     step: int
     updates: int
@@ -81,15 +82,24 @@ def write(folder: Path, snapshot: Snapshot, config: DrafterConfig, identity: Map
         }
         (fresh / META).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n", "utf-8")
         for path in (*fresh.iterdir(), fresh):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            _sync(path)
         if place.exists():
             shutil.rmtree(place)  # of a resume that passed it over
         fresh.rename(place)
+        _sync(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return place
+
+
+def _sync(path: Path) -> None:
+    """What was written there is on the disk; without effect where there is nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -249,6 +259,8 @@ class Writer:
                 if self._closing and self._waiting is None:
                     raise  # the last chance to get it there
                 return
+        else:
+            _sync(self.local / METRICS)  # the lineage is not shorter than the checkpoint, even after a power cut
         condition: dict[str, Any] = {"if_match": self._etag} if self._etag else {"if_none_match": True}
         put = self.store.put_bytes(LATEST, f"{place.name}\n".encode(), **condition)
         if not put.created:
@@ -261,9 +273,7 @@ class Writer:
         self._prune(snapshot.step)
 
     def _push(self, place: Path) -> None:
-        metrics = self.local / METRICS
-        if metrics.is_file():
-            self.store.put_bytes(METRICS, metrics.read_bytes())
+        push_figures(self.store, self.local)
         for name in (CONFIG, WEIGHTS, STATE, META):  # META last: it makes the others a checkpoint
             self.store.upload_file(place / name, f"{FOLDER}/{place.name}/{name}")
 
@@ -279,6 +289,13 @@ class Writer:
         for key in sorted(keys, key=lambda key: not key.endswith(META)):  # META first: half of one is none
             if key.split("/")[1] in gone:
                 self.store.delete(key)
+
+
+def push_figures(store: Store, local: Path) -> None:
+    """Send metrics.jsonl and TensorBoard's files, which grow meanwhile, as they are now."""
+    for path in (local / METRICS, *sorted((local / BOARD).glob("*"))):
+        if path.is_file():
+            store.put_bytes(path.relative_to(local).as_posix(), path.read_bytes())
 
 
 def prunable(names: Iterable[str], newest: int, keep: int) -> set[str]:

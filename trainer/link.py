@@ -14,7 +14,6 @@ once that use is over.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,22 +111,23 @@ class Sender:
         """Hand over one micro-batch once there is a credit for it; without effect where the drafter says stop."""
         me, group = self.groups.rank, self.groups.pairs[self.groups.rank, drafter]
         credit = torch.zeros(1, dtype=torch.int32)
-        started = time.monotonic()
-        dist.recv(credit, drafter, group=group, tag=CREDIT)
+        with self.board.waiting(me):
+            dist.recv(credit, drafter, group=group, tag=CREDIT)
         if not credit.item():
             self.stopped.add(drafter)
             return
         states = states.contiguous()
         self.pending.append((dist.isend(states, drafter, group=group, tag=STATES), states))
-        while len(self.pending) > AHEAD:
-            self.pending.popleft()[0].wait()
-        self.board.add(me, "idle", time.monotonic() - started)
+        with self.board.waiting(me):
+            while len(self.pending) > AHEAD:
+                self.pending.popleft()[0].wait()
         self.board.sent[me, drafter] += 1
 
     def close(self) -> None:
         """Wait until everything has arrived."""
-        while self.pending:
-            self.pending.popleft()[0].wait()
+        with self.board.waiting(self.groups.rank):
+            while self.pending:
+                self.pending.popleft()[0].wait()
 
 
 class Source(Protocol):
@@ -186,10 +186,9 @@ class Receiver:
         if self.posted[0][0] != item:
             raise RuntimeError(f"the ring holds micro-batch {self.posted[0][0].number}, {item.number} is due")
         _, work, buffer, states = self.posted.popleft()
-        started = time.monotonic()
-        work.wait()
-        self.granted.popleft()[0].wait()  # read, or the states would not be here
-        self.board.add(me, "idle", time.monotonic() - started)
+        with self.board.waiting(me):
+            work.wait()
+            self.granted.popleft()[0].wait()  # read, or the states would not be here
         self.board.taken[self.groups.world.target_of(item), me] += 1
         yield states
         used = None

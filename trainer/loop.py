@@ -29,6 +29,8 @@ from trainer.loss import Objective, block_loss, sample_anchors
 from trainer.optim import AdamW, learning_rate
 from trainer.target import Target
 
+SHOWN = 8  # rows that a message names
+
 
 class Teacher(Protocol):
     """What makes tap states of token ids [B, S]: a Target, or something of known cost."""
@@ -176,9 +178,10 @@ class Learner:
                 continue
             self._micro(item, told, slots)
             board.beat(me)
-        for bucket in self.optimizer.buckets():
-            dist.all_reduce(bucket, group=self.rank.groups.drafters)
-        dist.all_reduce(told, group=self.rank.groups.drafters)
+        with board.waiting(me):
+            for bucket in self.optimizer.buckets():
+                dist.all_reduce(bucket, group=self.rank.groups.drafters)
+            dist.all_reduce(told, group=self.rank.groups.drafters)
         divisor = float(told[1])
         rate = learning_rate(number, self.rank.plan.total, self.rules.lr, self.rules.schedule)
         norm = self.optimizer.step(rate, divisor) if divisor > 0 else 0.0
@@ -186,8 +189,8 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(divisor)):
             raise JobError(
                 Exit.DIVERGED,
-                f"step {number + 1}: loss {loss}, gradient norm {norm}: training has diverged",
-                "resume goes on from the last checkpoint; lower --lr or look at the rows of that step",
+                f"step {number + 1}: loss {loss}, gradient norm {norm}: training has diverged, on {self._ids(items)}",
+                "resume goes on from the last checkpoint; lower --lr or look at these rows",
             )
         rows = self._trained(items, told[5 + 4 * slots :])
         board.add(me, "steps", 1)
@@ -251,6 +254,12 @@ class Learner:
             )
         return [row for item in items for row in item.rows]
 
+    def _ids(self, items: list[Item]) -> str:
+        """The rows of a step by their ids, for people."""
+        found = [name for item in items for name in load(self.rank.dataset, self.rank.index, item).names]
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        return f"rows {', '.join(found[:SHOWN])}{more}"
+
     @torch.no_grad()
     def measure(self, drafter: Drafter, step: int) -> list[int]:
         """After `step` steps: how many blocks of the held-out walk yielded 0, 1, .. block_size tokens, all ranks."""
@@ -266,7 +275,8 @@ class Learner:
                 for yields in walk(drafter, stand_in, ids, mask):
                     for count in yields:
                         counts[count] += 1
-        dist.all_reduce(counts, group=self.rank.groups.drafters)
+        with self.rank.board.waiting(self.rank.me):
+            dist.all_reduce(counts, group=self.rank.groups.drafters)
         return [int(count) for count in counts]
 
 

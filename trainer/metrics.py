@@ -11,16 +11,21 @@ import json
 import os
 import resource
 import time
+from collections import deque
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 
 from trainer.board import Board
-from trainer.checkpoint import METRICS
+from trainer.checkpoint import BOARD, METRICS
 from trainer.link import World
 from trainer.loop import Step, acceptance
 from trainer.loss import position_accuracy, uniform_tau
+
+RECENT = 50  # steps whose mean time the remaining time is reckoned from
+NOTHING = {"rows": 0, "tokens": 0, "empty_steps": 0}  # trained yet
 
 
 def cut_back(folder: Path, step: int) -> int:
@@ -47,19 +52,19 @@ def cut_back(folder: Path, step: int) -> int:
 class Metrics:
     """Written by the leader. `last` is what a progress line says."""
 
-    def __init__(self, folder: Path, world: World, board: Board, total: int, epochs_steps: int) -> None:
-        """epochs_steps: steps of one epoch."""
+    def __init__(self, folder: Path, world: World, board: Board, total: int, counts: dict[str, int]) -> None:
+        """total: steps of the whole training. counts: rows, tokens and empty steps so far, counted on in place."""
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / METRICS).open("a", encoding="utf-8")
-        self.world, self.board, self.total, self.epoch_steps = world, board, total, epochs_steps
+        self.world, self.board, self.total, self.counts = world, board, total, counts
         self.last: dict[str, Any] = {"steps": total}
-        self.counts = {"rows": 0, "tokens": 0, "empty_steps": 0}
         self._at, self._busy = time.monotonic(), self._sums()
+        self._seconds: deque[float] = deque(maxlen=RECENT)
         self._events: Any = None
         with contextlib.suppress(ImportError):  # an optional part
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._events = SummaryWriter(str(folder / BOARD))  # type: ignore[no-untyped-call]
 
     def _sums(self) -> tuple[float, float]:
         """Busy seconds so far, of all targets and of all drafters."""
@@ -75,6 +80,7 @@ class Metrics:
             for after, before, ranks in zip(busy, self._busy, (self.world.targets, self.world.drafters), strict=True)
         ]
         self._at, self._busy = now, busy
+        self._seconds.append(seconds)
         self.counts["rows"] += len(found.rows)
         self.counts["tokens"] += found.tokens
         self.counts["empty_steps"] += found.empty
@@ -99,7 +105,7 @@ class Metrics:
         if found.empty:
             entry["empty"] = True
         self._write(entry | {"rows": found.rows})
-        self.last |= entry | {"eta_s": round(seconds * (self.total - found.number - 1), 1), **self.counts}
+        self.last |= entry | {"eta_s": round(mean(self._seconds) * (self.total - found.number - 1), 1), **self.counts}
         self._draw(entry)
 
     def measured(self, step: int, counts: list[int], kind: str = "held_out_tau") -> float | None:

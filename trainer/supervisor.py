@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import selectors
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -53,17 +54,21 @@ PARENT_DIED = 1  # PR_SET_PDEATHSIG
 KNOWN = frozenset(Exit) - {Exit.OK, Exit.SIGTERM}
 
 
-def silent(board: Board, now: float, steps: list[float]) -> int | None:
-    """The rank that has been silent for too long, or None. steps: seconds of the last steps.
+def silent(board: Board, now: float, steps: list[float], alive: Collection[int]) -> int | None:
+    """The rank that has been silent for too long, or None. steps: seconds of the last steps. alive: ranks that run.
 
-    Ranks wait for one another, so the most patient phase that any of them is in holds for all.
+    Ranks wait for one another, so the most patient phase that any of them works in holds for all, and it is not one
+    that waits for another which is named.
     """
-    limit = max(LIMITS[board.phase(rank)] for rank in range(board.ranks))
+    working = [board.phase(rank) for rank in alive if board.phase(rank) != Phase.END]
+    limit = max((LIMITS[phase] for phase in working), default=LIMITS[Phase.END])
     if steps:
         limit = max(limit, STEPS * median(steps))
-    quiet = {rank: now - board.get(rank, "beat") for rank in range(board.ranks)}
-    worst = max(quiet, key=lambda rank: quiet[rank])
-    return worst if quiet[worst] > limit else None
+    quiet = {rank: now - board.get(rank, "beat") for rank in alive}
+    if max(quiet.values(), default=0.0) <= limit:
+        return None
+    busy = [rank for rank in alive if not board.get(rank, "waits") and quiet[rank] > limit / 2]
+    return max(busy or alive, key=lambda rank: quiet[rank])
 
 
 def verdict(codes: Mapping[str, int], stopping: bool) -> tuple[int, str]:
@@ -107,6 +112,7 @@ class Supervisor:
         self.error: dict[str, Any] = {}
         self.steps: list[float] = []
         self.finished: dict[str, Any] = {}
+        self.heard = time.monotonic()  # when a child last told something
 
     # ---- what it says
 
@@ -168,13 +174,11 @@ class Supervisor:
             return int(error.code)
         except MemoryError:
             tell({"event": "error", "exit": 71, "message": "out of memory", "hint": "give the pod more memory"})
-        except OSError as error:
-            if error.errno == 28:  # no space left on device
-                message = f"the disk is full: {error.filename or error}"
+        except Exception as error:
+            if full(error):
+                message = f"the disk is full: {getattr(error, 'filename', None) or error}"
                 tell({"event": "error", "exit": int(Exit.DISK_FULL), "message": message, "hint": "free space"})
                 return int(Exit.DISK_FULL)
-            traceback.print_exc()
-        except Exception:
             traceback.print_exc()
         return int(Exit.RANK_DIED)
 
@@ -210,7 +214,8 @@ class Supervisor:
             child.rest[descriptor] = rest
         for line in lines:
             if descriptor == child.events:
-                self._event(child, json.loads(line))
+                with contextlib.suppress(ValueError):  # cut by a kill
+                    self._event(child, json.loads(line))
             elif text := line.decode("utf-8", "replace").rstrip().rpartition("\r")[2]:  # the end of a progress bar
                 self._print(f"[{child.name}] {text}")
         if ended:
@@ -223,6 +228,7 @@ class Supervisor:
 
     def _event(self, child: Child, event: dict[str, Any]) -> None:
         name = event.pop("event")
+        self.heard = time.monotonic()
         if name == "error":
             self.error.setdefault(child.name, event)
             return
@@ -277,6 +283,9 @@ class Supervisor:
             self.pump(TICK)
             if self.stopping:
                 return int(Exit.SIGTERM)
+            quiet = time.monotonic() - max(board.get(0, "beat"), self.heard)
+            if quiet > LIMITS[Phase.LOAD]:
+                return self._silent(child.name, quiet)
         if child.code:
             return verdict({child.name: child.code}, False)[0]
         ready = Ready.read(work)
@@ -309,15 +318,17 @@ class Supervisor:
                 died_at = time.monotonic()
             if died_at and time.monotonic() - died_at > LINGER:
                 break
-            quiet = silent(board, time.monotonic(), self.steps)
-            if quiet is not None:
-                message = f"{world.name(quiet)} has been silent for {time.monotonic() - board.get(quiet, 'beat'):.0f} s"
-                self.error[world.name(quiet)] = {
-                    "message": message,
-                    "hint": "look at its last lines; a retry goes on from the last checkpoint",
-                }
-                return int(Exit.RANK_DIED)
+            now, alive = time.monotonic(), [n for n, c in enumerate(self.children[1:]) if c.code is None]
+            rank = silent(board, now, self.steps, alive)
+            if rank is not None:
+                return self._silent(world.name(rank), now - board.get(rank, "beat"))
         return self._judge()
+
+    def _silent(self, name: str, seconds: float) -> int:
+        """What a child that no longer says that it is alive means."""
+        hint = "look at its last lines; a retry goes on from the last checkpoint"
+        self.error = {name: {"message": f"{name} has been silent for {seconds:.0f} s", "hint": hint}}
+        return int(Exit.RANK_DIED)
 
     def _rank(self, work: Path, ready: Ready, world: World, number: int, board: Board, gpu: int | None) -> None:
         def body(tell: Callable[[Mapping[str, Any]], None]) -> int:
@@ -347,6 +358,12 @@ class Supervisor:
         path = os.environ.get("TERMINATION_LOG", "/dev/termination-log")
         with contextlib.suppress(OSError), open(path, "wb" if "TERMINATION_LOG" in os.environ else "r+b") as file:
             file.write(json.dumps(message, ensure_ascii=False).encode()[:4095])
+
+
+def full(error: BaseException) -> bool:
+    """Whether it says that a disk or a quota is full; safetensors tells so in words alone."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
 
 
 def visible(told: str | None, number: int) -> str:

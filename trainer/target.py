@@ -11,7 +11,7 @@ Shapes: B rows, S positions, K taps, H hidden size, V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tokenizer.job import Exit, JobError
@@ -87,6 +88,20 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _refuse_noise(name: str, told: Mapping[str, Any]) -> None:
+    """JobError(78) for tensors of the model that its files do not hold: transformers fills them with random numbers.
+
+    told: the loading info of `from_pretrained`.
+    """
+    wrong = [f"`{key}` is {tuple(found)}, not {tuple(due)}" for key, found, due in sorted(told["mismatched_keys"])]
+    wrong += [f"`{key}` is missing" for key in sorted(told["missing_keys"])]
+    if wrong:
+        more = f"; {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise JobError(
+            Exit.CONFIG, f"target `{name}`: weights do not fit its config.json: {'; '.join(wrong[:3])}{more}", FETCH
+        )
+
+
 @dataclass(slots=True)
 class Target:
     """A frozen causal language model and the taps read from it.
@@ -117,13 +132,18 @@ class Target:
         if dtype == torch.float16:
             raise JobError(Exit.CONFIG, "dtype float16 is refused: hidden states overflow it", "use bfloat16")
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import set_verbosity_error
 
+        set_verbosity_error()  # its table of tensors is said below, in a line
         check_taps(taps, int(text_config(read_config(name)).num_hidden_layers))
         source, where = resolve(name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **where)
-        except (OSError, ValueError, KeyError) as error:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **where
+            )
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise JobError(Exit.CONFIG, f"target `{name}`: {_first_line(error)}", "check --target") from error
+        _refuse_noise(name, told)
         return cls.wrap(model.to(device), taps, truncate=truncate)
 
     @classmethod
