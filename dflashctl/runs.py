@@ -7,7 +7,8 @@ is complete has succeeded, whatever became of its Job.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dflashctl import plan as plans
@@ -90,7 +91,7 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     total = len(facts.sizes) or (snapshot.total if snapshot else len(seen))
     counted: list[Mapping[str, Any]] = [*facts.commits.values()]
     counted += [index.message for i, index in seen.items() if i not in facts.commits]
-    state, reason = _state(known.kind, facts, snapshot, total)
+    state, reason = _state(known, facts, snapshot, total)
     live = snapshot is not None and state in LIVE
     totals = facts.dataset or {}
     return Status(
@@ -115,7 +116,8 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     )
 
 
-def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
+def _state(known: Known, facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
+    kind, away = known.kind, known.away
     if facts.dataset is not None or (snapshot is None and facts.training is not None and facts.training.finished):
         return "succeeded", ""
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
@@ -130,10 +132,11 @@ def _state(kind: str, facts: Facts, snapshot: Snapshot | None, total: int) -> tu
         return "refused", "; ".join(str(reason) for reason in facts.refused.get("reasons") or [])
     unsettled = f"every index has its commit, the dataset is not finalised: {facts.unsettled}" if complete else ""
     if snapshot is None:
-        return "deleted", "no Job of it is known here, and " + (unsettled or "OUT is not complete")
+        away = f" (it was last started {away})" if away else ""
+        return "deleted", f"no Job of it is known here{away}, and " + (unsettled or "OUT is not complete")
     if snapshot.state == "succeeded" and kind == "tokenize":
-        if complete:
-            return "running", unsettled
+        if complete:  # the pods could not finalise it, and neither can we; else it is done any moment
+            return "failed" if facts.unsettled else "running", unsettled
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
 
@@ -157,7 +160,8 @@ def after_refusal(reason: str) -> str:
     look = "look at it with `dflashctl inspect`, and at the lines below `rejected/`"
     if "no row is left to train on" in clauses:
         return f"{look}; no flag finalises a dataset without rows"
-    return f"{look}; `dflashctl resume {' '.join(flags)}` finalises what is kept"
+    again = "; mended input goes into another --out" if malformed else ""
+    return f"{look}; `dflashctl resume {' '.join(flags)}` finalises what is kept{again}"
 
 
 def _read_of(index: int, size: int, done: set[int], seen: Mapping[int, Index]) -> int:
@@ -243,7 +247,13 @@ def _of_out(uri: str, known: list[Known], run: str | None) -> Known:
 
 
 def known_of(record: RunRecord, out: str, known: list[Known]) -> Known:
-    """A record of OUT as a known run; what a backend remembers of it wins."""
+    """A record of OUT as a known run: this backend's if it keeps that Job, else of where on this machine it started."""
     name = plans.run_of(record.run)
     here = next((k for k in known if k.run == name and k.out == out), None)
-    return here or Known(name, "tokenize", out, record.run, 0.0)
+    flags = record.flags
+    home, host = str(flags.get("home") or ""), str(flags.get("host") or "")
+    if (here is not None and here.job == record.run) or not home:
+        return here or Known(name, "tokenize", out, record.run, 0.0)
+    if trained.home_of(flags):
+        return Known(name, "tokenize", out, record.run, 0.0, home)
+    return replace(here or Known(name, "tokenize", out, record.run, 0.0), away=f"on {host} in {Path(home).parent}")

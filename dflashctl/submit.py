@@ -6,10 +6,9 @@ command that crashed, was repeated or is run from another machine finds its way 
 
 from __future__ import annotations
 
-import time
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from dflashctl import listing
 from dflashctl import plan as plans
 from dflashctl.backends.base import Backend, Known, Submission
 from dflashctl.backends.local import LocalBackend
-from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
+from dflashctl.changes import changed_objects, skip_key, tell_late
+from dflashctl.errors import ApiError, PreflightError, TakenError
 from dflashctl.model import Model, check_model, resolve_model
 from dflashctl.records import PATIENT, Out
 from dflashctl.runs import LIVE, known_of
@@ -35,11 +35,8 @@ from tokenizer.job import (
     overlay,
     spec_difference,
 )
-from tokenizer.store import StoreError, locate
 
 Say = Callable[[str], None]
-THREADS = 16
-TOLD = 5  # changed files that are named one by one
 APPEARS_S = 15.0  # between the record of a Job and the Job
 COMMITTED = ": every index of this one has its commit, and is not read again"
 DOWNLOADS = 32  # objects that all pods of a run read at once, about
@@ -260,7 +257,7 @@ def resume(
             for key in [skip_key(text, pinned, ()) for text in skip]:
                 if key not in done:
                     say(f"warning: `--skip-file {key}` is not applied: the dataset is complete, and the file is in it")
-            _tell_late(pinned, range(len(plan.batches)), done, "the dataset is complete", say)
+            tell_late(pinned, range(len(plan.batches)), done, "the dataset is complete", say)
             return Started(known, out, "unchanged")
         snapshot = backend.snapshot(known.run)
         if snapshot is not None and snapshot.state in LIVE:
@@ -274,7 +271,7 @@ def resume(
         for obj in repinned:
             say(f"`{obj.key}` has changed, it is taken as it is now")
         if not missing:  # refused: a mended file is the first thing that a user tries
-            _tell_late(pinned, range(len(plan.batches)), skipped, "every index has its commit", say)
+            tell_late(pinned, range(len(plan.batches)), skipped, "every index has its commit", say)
         place = backend.flags(flags)
         moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
         unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)
@@ -342,63 +339,3 @@ def _appears(known: Known, backend: Backend) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:
-    """The key that `--skip-file` means: as printed, or the path that row ids start with. Raises UsageError."""
-    done = set(committed)
-    for index, batch in enumerate(plan.batches):
-        for obj in (*batch.objects, *batch.batch_inputs):
-            if text in (obj.key, obj.path):
-                if index in done:
-                    raise UsageError(f"`--skip-file` `{text}` is in index {index}, which has its commit already")
-                return obj.key
-    raise UsageError(f"`--skip-file` `{text}` is no input of this dataset", "give the key as the error names it")
-
-
-def changed_objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> tuple[Obj, ...]:
-    """Objects of those indexes that are not as pinned, as they are now; raises PreflightError for one that is gone."""
-    ordered = _objects(plan, indexes, skipped)
-    found = _now(ordered)
-    for obj, stat in zip(ordered, found, strict=True):
-        if stat is None:
-            raise PreflightError(f"input `{obj.key}` is no longer there", f"leave it out with `--skip-file {obj.key}`")
-    return tuple(stat for obj, stat in zip(ordered, found, strict=True) if stat is not None and stat != obj)
-
-
-def _tell_late(plan: Plan, indexes: Sequence[int], skipped: Iterable[str], why: str, say: Say) -> None:
-    """Says which inputs have changed after they were read, since nothing is read again; one that is gone may be."""
-    ordered = _objects(plan, indexes, skipped)
-    try:
-        changed = [obj.key for obj, now in zip(ordered, _now(ordered), strict=True) if now is not None and now != obj]
-    except PreflightError:  # an input that cannot be asked does not matter here
-        return
-    for key in changed[:TOLD]:
-        say(f"warning: `{key}` has changed since it was read, and is not read again: {why}; choose another --out")
-    if len(changed) > TOLD:
-        say(f"warning: so have {len(changed) - TOLD} others")
-
-
-def _objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> list[Obj]:
-    """The objects of those indexes, request files included, each once."""
-    left_out = set(skipped)
-    batches = [plan.batches[i] for i in indexes]
-    objects = {o.key: o for b in batches for o in (*b.objects, *b.batch_inputs) if o.key not in left_out}
-    return [objects[key] for key in sorted(objects)]
-
-
-def _now(objects: Sequence[Obj]) -> list[Obj | None]:
-    """Each object as it is now, None for one that is gone; raises PreflightError where that cannot be told."""
-
-    def now(obj: Obj) -> Obj | None:
-        store, key = locate(obj.key, PATIENT)
-        try:
-            stat = store.stat(key)
-        except StoreError as error:
-            raise PreflightError(f"input {error.message}", error.hint) from None
-        return None if stat is None else replace(obj, size=stat.size, etag=stat.etag)
-
-    if len(objects) < THREADS:
-        return [now(obj) for obj in objects]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(now, objects))

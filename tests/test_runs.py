@@ -39,7 +39,7 @@ def facts(**more: Any) -> Facts:
         (facts(commits=BOTH, refused={"reasons": ["a", "b"]}), Snapshot("succeeded"), "refused", "a; b"),
         (facts(commits=BOTH, refused={"reasons": ["a"]}), None, "refused", "a"),
         (facts(commits=BOTH, refused={"reasons": ["a"]}), Snapshot("running"), "running", ""),
-        (facts(commits=BOTH, unsettled="denied"), Snapshot("succeeded"), "running", "not finalised: denied"),
+        (facts(commits=BOTH, unsettled="denied"), Snapshot("succeeded"), "failed", "not finalised: denied"),
         (facts(commits=BOTH, unsettled="denied"), None, "deleted", "not finalised: denied"),
         (facts(commits={0: COMMIT}), Snapshot("succeeded"), "failed", "1 of 2 indexes have no commit"),
         (facts(unread="no route"), Snapshot("succeeded"), "succeeded", "without OUT: no route"),

@@ -208,14 +208,20 @@ def _errors(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFound(str(error.filename or path), "no such file") from error
+        raise NotFound(_named(error, path), "no such file") from error
     except PermissionError as error:
         raise StoreError(
-            "denied", str(error.filename or path), "permission denied", f"uid {os.geteuid()} needs access to it"
+            "denied", _named(error, path), "permission denied", f"uid {os.geteuid()} needs access to it"
         ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
                 "disk_full", path, "no space left on the disk", "free some or use a larger volume"
             ) from error
-        raise StoreError("other", str(error.filename or path), error.strerror or str(error)) from error
+        raise StoreError("other", _named(error, path), error.strerror or str(error)) from error
+
+
+def _named(error: OSError, path: str) -> str:
+    """The file that an error is about: not the unfinished one that nobody but its writer knows."""
+    name = str(error.filename or path)
+    return path if os.path.basename(name).startswith(TEMPORARY) else name

@@ -43,7 +43,9 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A run that a backend remembers; `created` is Unix seconds. home: where another directory keeps its state."""
+    """A run that a backend remembers; `created` is Unix seconds. home: where another directory keeps its state; away:
+    in words, where it was last started if that cannot be asked from here.
+    """
 
     run: str
     kind: str
@@ -51,6 +53,7 @@ class Known:
     job: str
     created: float
     home: str = ""
+    away: str = ""
 
 
 @dataclass(frozen=True, slots=True)
