@@ -207,7 +207,27 @@ def _child(work: Callable[[Callable[[], int | None], Report], None], channel: so
     logger = logging.getLogger("tokenizer")
     logger.handlers = [Warnings(lambda text: send({"warning": text}))]
     logger.propagate = False
-    work(next_task, report)
+    _apart(lambda: work(next_task, report))
+
+
+def _apart(act: Callable[[], None]) -> None:
+    """Acts in a thread of its own, for its memory: malloc gives a thread a fresh arena, where the first one's free
+    chunks lie between what was loaded, so that taking one copies a page shared with the parent. Half as many page
+    faults, a tenth of the user seconds.
+    """
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            act()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _lines(channel: socket.socket) -> Iterator[bytes]:
