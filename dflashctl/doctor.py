@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,21 +40,30 @@ class Check:
 
 def checks(settings: Settings) -> Iterator[Check]:
     """Every check of `doctor tokenize`, in the order in which a run would meet what they look at."""
+    yield from ours(settings)
+    yield packages("tokenizer", TOKENIZER_NEEDS)
+    yield Check("cpus", "ok", f"{len(os.sched_getaffinity(0))} for this process")
+    yield scratch()
+    values = settings.section("tokenize", {})
+    yield attempt("model", values["model"], _model)
+    yield attempt("input", values["input"], _input)
+    yield attempt("out", values["out"], _out)
+
+
+def ours(settings: Settings) -> Iterator[Check]:
+    """Of this program itself."""
     yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield Check("settings", "ok", settings.file or "no dflash.toml here; flags, environment and defaults")
     for name in unknown_variables(settings.env):
         yield Check("environment", "warning", f"`{name}` is read by nothing", "see `doctor -v` for the names")
-    missing = [name for name in TOKENIZER_NEEDS if importlib.util.find_spec(name) is None]
+
+
+def packages(extra: str, names: Sequence[str]) -> Check:
+    """Whether what an extra brings is installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        yield Check("packages", "failed", f"missing: {', '.join(missing)}", "pip install 'dflashctl[tokenizer]'")
-    else:
-        yield Check("packages", "ok", "the tokenizer's are all installed")
-    yield Check("cpus", "ok", f"{len(os.sched_getaffinity(0))} for this process")
-    yield _scratch()
-    values = settings.section("tokenize", {})
-    yield _try("model", values["model"], _model)
-    yield _try("input", values["input"], _input)
-    yield _try("out", values["out"], _out)
+        return Check("packages", "failed", f"missing: {', '.join(missing)}", f"pip install 'dflashctl[{extra}]'")
+    return Check("packages", "ok", f"the {extra}'s are all installed")
 
 
 def cluster_checks(settings: Settings, what: str) -> Iterator[Check]:
@@ -86,7 +95,7 @@ def cluster_checks(settings: Settings, what: str) -> Iterator[Check]:
     yield Check("job", "ok", "the API server would take it")
 
 
-def _scratch() -> Check:
+def scratch() -> Check:
     folder = Path(os.environ.get("DFLASH_SCRATCH") or os.environ.get("TMPDIR") or "/tmp")
     if not os.access(folder, os.W_OK):
         return Check(
@@ -98,7 +107,7 @@ def _scratch() -> Check:
     return Check("scratch", state, f"{show.size(free)} free in `{folder}`", hint)
 
 
-def _try(name: str, value: Value, look: object) -> Check:
+def attempt(name: str, value: Value, look: object) -> Check:
     if not value.value:
         return Check(name, "ok", "not set; name it on the command line")
     try:

@@ -368,6 +368,8 @@ def _new_lines(index: int, path: Path, read: dict[Path, int], final: bool) -> It
         file.seek(read.get(path, 0))
         data = file.read()
     end = len(data) if final else data.rfind(b"\n") + 1
+    if not end:
+        return
     read[path] = read.get(path, 0) + end
     for line in data[:end].split(b"\n")[: None if final and not data.endswith(b"\n") else -1]:
         yield LogLine(index, line.decode("utf-8", "replace"))

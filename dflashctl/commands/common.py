@@ -50,7 +50,22 @@ class Session:
 
         backend = choose(self.settings, kind, flags or {})
         show.say(backend.words)
+        if backend.name == "local" and (unused := unused_here(flags or {})):
+            show.say(f"{', '.join(unused)}: not used by the local backend")
         return backend
+
+
+def version(asked: bool) -> None:
+    """Print the release and leave, before any verb is looked at."""
+    if asked:
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        try:
+            show.out(f"dflashctl {installed('dflashctl')}")
+        except PackageNotFoundError:
+            show.out("dflashctl, not installed: run from its sources")
+        raise typer.Exit
 
 
 def root(
@@ -60,6 +75,7 @@ def root(
     namespace: str | None = None,
     config_file: str | None = None,
     output: str | None = None,
+    version_: bool = False,
 ) -> None:
     """Keep the global options that stand before the verb."""
     ctx.obj = {
@@ -74,6 +90,9 @@ def root(
 
 
 root.__annotations__.update(GLOBALS)
+root.__annotations__["version_"] = Annotated[
+    bool, typer.Option("--version", help="Print the release.", is_eager=True, callback=version)
+]
 
 
 def verb(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -124,6 +143,13 @@ def open_session(flags: dict[str, Any]) -> Session:
     return Session(settings, str(chosen.value))
 
 
+def unused_here(flags: Mapping[str, Any]) -> list[str]:
+    """The given flags that only say where pods go."""
+    from dflashctl.config import PLACE
+
+    return [f"--{key.replace('_', '-')}" for key in PLACE if flags.get(key)]
+
+
 def opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
     """The backend, the run that is meant, and its OUT."""
     from dflashctl.records import QUICK, Out
@@ -135,7 +161,7 @@ def opened(session: Session, reference: str) -> tuple[Backend, Known, Out]:
 
 
 def keeper(backend: Backend, known: Known) -> Backend:
-    """The backend that keeps a run: a training of this machine is also found from other directories."""
+    """The backend that keeps a run: those of this machine are also found from other directories."""
     if not known.home:
         return backend
     from pathlib import Path

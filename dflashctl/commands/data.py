@@ -57,10 +57,11 @@ def add(app: typer.Typer) -> None:
         Nothing is written. Exits 4 if something would.
         """
         from dflashctl import doctor as doctors
+        from dflashctl import doctor_train
 
         if what not in ("tokenize", "train"):
             raise UsageError(f"doctor of {what!r} is not known", "known are tokenize, train")
-        found = list(doctors.checks(session.settings)) if what == "tokenize" else []
+        found = list((doctors if what == "tokenize" else doctor_train).checks(session.settings))
         found += doctors.cluster_checks(session.settings, what)
         settings = doctors.origins(session.settings)
         document: dict[str, Any] = {

@@ -60,7 +60,10 @@ def add(app: typer.Typer) -> None:
 
     @verb(app)
     def stop(session: Session, run: RunRef = LATEST) -> int:
-        """Suspend a run; resume goes on."""
+        """Suspend a run; resume goes on.
+
+        A pod or process gets SIGTERM: a training ends its step and saves it before it goes.
+        """
         from dflashctl.runs import ENDED, look
 
         backend, known, out = opened(session, run)

@@ -169,9 +169,9 @@ def add(app: typer.Typer) -> None:
         set_: Set = None,
         detach: Detach = False,
     ) -> int:
-        """Do what is missing in a dataset.
+        """Let a run go on after a stop, a failure or a crash.
 
-        After a stop, a failure or a crash; changed input files are taken as they are now.
+        A dataset: what has no commit, changed input files as they are now. A training: from its last checkpoint.
         """
         from dflashctl import submit
         from dflashctl.runs import find
