@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -43,6 +44,15 @@ def test_rows_are_read_as_they_are_and_cut_like_the_tokenizer_cuts(folder):
     places = [int(eligible(torch.tensor([mask[:30]])).sum()) for _, mask in ROWS]
     assert index.places.tolist() == places
     assert index.counts["no_anchor"] == places.count(0)
+
+
+def test_row_numbers_are_those_of_load_from_disk(folder):
+    """What metrics.jsonl says was trained can be looked up by anybody."""
+    theirs, (dataset, index) = datasets.load_from_disk(str(folder)), open_dataset(folder, max_length=60)
+    assert len(theirs) == len(index.length)
+    for number, row in enumerate(theirs):
+        ids, mask, name = dataset.read(int(index.batch[number]), int(index.row[number]))
+        assert (ids.tolist(), mask.tolist(), name) == (row["input_ids"], row["loss_mask"], row["id"])
 
 
 def test_an_epoch_has_every_row_once_and_no_two_the_same_order(folder):
@@ -162,6 +172,10 @@ def test_shards_and_record_must_agree(folder, tmp_path):
     store = open_store(str(folder))
     assert len(local_shards(str(folder), read_record(store, False), print)) == 2
     wrong = record(folder)
+    wrong["shards"][0]["sha256"] = "0" * 64
+    with pytest.raises(JobError, match="has other bytes than those of"):
+        local_shards(str(folder), wrong, print)
+    wrong = record(folder)
     wrong["shards"][1]["bytes"] += 1
     with pytest.raises(JobError, match=r"dataset\.json says"):
         local_shards(str(folder), wrong, print)
@@ -193,6 +207,9 @@ def test_s3_shards_are_cached_checked_and_limited(folder, tmp_path, s3):
     with pytest.raises(JobError) as caught:
         cached(store, shards, cache, total - 1, said.append)
     assert caught.value.code == 73 and str(total) in caught.value.message
+    paths[0].write_bytes(b"z" * shards[0]["bytes"])  # went bad on the disk
+    assert cached(store, shards, cache, total, said.append) == paths
+    assert len(said) == 3 and paths[0].read_bytes() == (folder / shards[0]["name"]).read_bytes()
     paths[0].unlink()
     store.put_bytes(shards[0]["name"], b"y" * shards[0]["bytes"])
     with pytest.raises(JobError) as caught:

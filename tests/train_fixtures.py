@@ -18,7 +18,9 @@ import tiny
 import torch
 import torch.distributed as dist
 
+from tokenizer.gate import dataset_info, state
 from tokenizer.job import CONTRACT, DATASET, shard_name
+from tokenizer.plan import DATASET_INFO, STATE
 from tokenizer.shard import END_OF_STREAM, START, Rows, batch_digest, content_sha256, loss_per_row, record_batch
 from trainer.board import Board
 from trainer.data import Dataset, Index, Schedule
@@ -97,6 +99,8 @@ def write_dataset(
         "model": "tiny",
     }
     (folder / DATASET).write_text(json.dumps(whole | record))
+    (folder / DATASET_INFO).write_text(json.dumps(dataset_info()))
+    (folder / STATE).write_text(json.dumps(state([str(shard["name"]) for shard in described], content)))
     return folder
 
 

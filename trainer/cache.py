@@ -1,7 +1,8 @@
 """A dataset as local files that can be mapped into memory: where it is, or in a cache of limited size.
 
 A shard is cached under its sha256 and only gets that name once its bytes have hashed to it, so a torn download, a
-changed object or two trainers at once cannot leave a wrong file behind.
+changed object or two trainers at once cannot leave a wrong file behind. Every start hashes all shards anew (1.5 GB/s),
+so a file that went bad on the disk is fetched again, or refused where it is the only one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,18 @@ def local_shards(dataset: str, record: Mapping[str, Any], say: Callable[[str], N
         if size != shard["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise JobError(Exit.DATA, f"shard `{path}` {found}, {DATASET} says {shard['bytes']}", "tokenize again")
+        if _sha256(path) != shard["sha256"]:
+            raise JobError(
+                Exit.DATA,
+                f"shard `{path}` has other bytes than those of {DATASET}",
+                "the file was changed; restore it or tokenize again into another OUT",
+            )
     return paths
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cache() -> tuple[Path, int]:
@@ -110,7 +122,7 @@ def cached(
     paths = []
     for number, shard in enumerate(shards):
         path = folder / f"{shard['sha256']}.arrow"
-        if path.is_file() and path.stat().st_size == shard["bytes"]:
+        if path.is_file() and path.stat().st_size == shard["bytes"] and _sha256(path) == shard["sha256"]:
             os.utime(path)
         else:
             _download(store, shard, path)
