@@ -124,16 +124,16 @@ class Site:
         apply(self, "secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data})
 
     @contextlib.contextmanager
-    def stranger(self) -> Iterator[dict[str, str]]:
-        """Environment of somebody who may do nothing in the namespace."""
+    def rights(self, account: str) -> Iterator[dict[str, str]]:
+        """Environment of somebody who may do nothing in the namespace (`stranger`) or only look at it (`reader`)."""
         if self.double is None:
-            yield {"KUBECONFIG": str(user(self, str(KUBECONFIG), "dflash-test-stranger"))}
+            yield {"KUBECONFIG": str(user(self, str(KUBECONFIG), f"dflash-test-{account}"))}
             return
-        self.double.cluster.refuse_writes = 403
+        self.double.cluster.forbidden = {"POST", "PATCH", "DELETE"} | ({"GET"} if account == "stranger" else set())
         try:
             yield {}
         finally:
-            self.double.cluster.refuse_writes = None
+            self.double.cluster.forbidden = set()
 
     def needs_double(self, what: str) -> Double:
         """The double, or a skip that names the step."""
@@ -236,17 +236,22 @@ def furnished(site: Site) -> Iterator[None]:
     for account in yaml.safe_load_all((base / "serviceaccounts.yaml").read_text()):
         apply(site, "serviceaccounts", account)
     role = yaml.safe_load((base / "role.yaml").read_text())
-    apply(site, "roles", role)
-    for name in ("dflash-test-user", "dflash-test-stranger"):
-        apply(site, "serviceaccounts", {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}})
-    binding = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "metadata": {"name": "dflash-test-user"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]},
-        "subjects": [{"kind": "ServiceAccount", "name": "dflash-test-user", "namespace": site.namespace}],
-    }
-    apply(site, "rolebindings", binding)
+    reads = [rule | {"verbs": ["get", "list", "watch"]} for rule in role["rules"]]
+    reader = role | {"metadata": {"name": "dflash-test-reader"}, "rules": reads}
+    for account, bound in (("user", role), ("reader", reader), ("stranger", None)):
+        meta = {"name": f"dflash-test-{account}"}
+        apply(site, "serviceaccounts", {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta})
+        if bound:
+            group = "rbac.authorization.k8s.io"
+            apply(site, "roles", bound)
+            binding = {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": meta,
+                "roleRef": {"apiGroup": group, "kind": "Role", "name": bound["metadata"]["name"]},
+                "subjects": [{"kind": "ServiceAccount", "name": meta["name"], "namespace": site.namespace}],
+            }
+            apply(site, "rolebindings", binding)
     try:
         yield
     finally:

@@ -359,10 +359,11 @@ def test_a_missing_secret_is_named_and_mends_itself(site: Site, tmp_path: Path) 
     assert site.ctl(cwd, "wait", "--timeout", "2m").code == 0
 
 
-def test_no_permission_is_preflight_and_nothing_is_written(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("account", ["stranger", "reader"])
+def test_no_permission_is_preflight_and_nothing_is_written(site: Site, tmp_path: Path, account: str) -> None:
     raw = upload(site, tmp_path / "in", "denied", 1, 2)
     cwd = site.settings(input=[raw], out=f"{site.bucket}/denied-out")
-    with site.stranger() as env:
+    with site.rights(account) as env:
         denied = site.ctl(cwd, "tokenize", **env)
     assert denied.code == 4 and "Role" in denied.err
     assert open_store(f"{site.bucket}/denied-out").stat("plan.json") is None

@@ -83,7 +83,7 @@ def test_an_expired_token_that_nobody_renews_ends_with_a_hint(site: Site) -> Non
         refused = site.ctl(cwd, "ls")
     finally:
         double.cluster.token = token
-    assert refused.code == 1 and "log in" in refused.err and token not in refused.err
+    assert refused.code == 4 and "log in" in refused.err and token not in refused.err
 
 
 def test_odd_words_of_a_server_are_printed_as_they_are(site: Site) -> None:

@@ -32,6 +32,8 @@ class Refused(ApiError):
         super().__init__(message, hint)
         self.status = status
         self.reason = reason
+        if status in (401, 403):  # as for a store: who may not ask has a preflight that failed
+            self.code = PreflightError.code
 
 
 def kubeconfig() -> tuple[str, dict[str, str]]:

@@ -114,8 +114,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(
                 cluster.refuse.pop(0), "ServiceUnavailable", "the server is currently unable to handle the request"
             )
-        if cluster.refuse_writes and self.command == "POST":
-            return self.fail(cluster.refuse_writes, "Forbidden", "jobs.batch is forbidden: cannot create resource")
+        if self.command in cluster.forbidden:
+            return self.fail(403, "Forbidden", "jobs.batch is forbidden: cannot do this to the resource")
         if url.path == "/version":
             return self.answer(200, {"major": "1", "minor": "36", "gitVersion": "v1.36.0-double"})
         found = ROUTE.fullmatch(url.path)

@@ -52,7 +52,7 @@ class Cluster:
         self.oom: set[tuple[str, int]] = set()  # (job, index): the next pod of it is killed for memory, once
         self.token = "first-token"
         self.refuse: list[int] = []  # HTTP codes to answer the next requests with
-        self.refuse_writes: int | None = None  # HTTP code of every POST while it is set
+        self.forbidden: set[str] = set()  # HTTP methods that are answered with 403
         self.cut_logs_after: int | None = None  # bytes of a log stream before the connection is dropped
         self.end_logs_after: int | None = None  # bytes of a log stream before it ends, as at a rotation of the file
         self._version = 100
