@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from dflashctl import listing, show
@@ -22,6 +22,7 @@ from dflashctl.plan import check_out, check_scheme
 from dflashctl.records import QUICK, Out
 from dflashctl.verify import REMEDY, damage
 from tokenizer.job import JobError
+from trainer.job import TrainArgs
 
 TOKENIZER_NEEDS = ("pyarrow", "numpy", "orjson", "jinja2", "tokenizers", "fastokens", "zstandard")
 FLOOR = (1, 33)  # of Kubernetes
@@ -158,8 +159,15 @@ def origins(settings: Settings) -> list[tuple[str, str, str]]:
         "tokenize": settings.section("tokenize", {}),
         "train": settings.section("train", {}),
     }
+    trainers = {field.name: field.default for field in fields(TrainArgs) if field.default is not MISSING}
+
+    def shown(section: str, key: str, value: object) -> str:
+        if value is None and section == "train":  # the trainer's own defaults, which the command line leaves alone
+            value = trainers.get(key)
+        return "" if value is None else str(value)
+
     return [
-        (f"{section}.{key}" if section else key, "" if value.value is None else str(value.value), value.origin)
+        (f"{section}.{key}" if section else key, shown(section, key, value.value), value.origin)
         for section, values in sections.items()
         for key, value in values.items()
     ]

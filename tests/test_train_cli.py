@@ -366,6 +366,33 @@ def test_a_training_is_stopped_explained_and_resumed_from_elsewhere(data: Path, 
     assert removed.code == 0 and not list((cwd / ".dflash/runs").iterdir()) and (tmp_path / "out/latest").exists()
 
 
+def test_doctor_says_what_would_stop_a_training(data: Path, tmp_path: Path) -> None:
+    def doctor(dataset: Path | str, target: Path | str) -> tuple[int, dict[str, str], str]:
+        told = {"DFLASH_TRAIN_DATASET": str(dataset), "DFLASH_TRAIN_TARGET": str(target), "DFLASH_TRAIN_OUT": "out"}
+        done = ctl(tmp_path, "doctor", "train", "-v", "-o", "json", **told)
+        origins = {entry["name"]: (entry["value"], entry["origin"]) for entry in done.json()["settings"]}
+        assert origins["train.target"] == (str(target), "environment DFLASH_TRAIN_TARGET")
+        assert origins["train.split"] == ("1+1", "default")
+        checks = done.json()["checks"]
+        return done.code, {check["name"]: check["state"] for check in checks}, str(checks)
+
+    code, states, words = doctor(data, target_dir())
+    assert (code, states["training"]) == (0, "ok") and "fit one another; about" in words
+    assert {"torch", "cpus", "memory", "/dev/shm", "scratch", "dataset", "target", "out"} <= set(states)
+    code, states, words = doctor("none", "./gone")
+    assert (code, states["dataset"], states["target"]) == (4, "failed", "failed") and "training" not in states
+    assert "holds no dataset" in words and "`./gone` does not exist" in words
+    other = {"tokenizer": {"tokenizer.json": "0" * 64}, "generator": ""}
+    code, states, words = doctor(write_dataset(tmp_path / "other", random_rows(8), spec=other), target_dir())
+    assert (code, states["dataset"], states["target"], states["training"]) == (4, "ok", "ok", "failed")
+    assert "the dataset was made with 000000000000" in words and not (tmp_path / "out").exists()
+
+
+def test_the_release_is_printed() -> None:
+    done = ctl(Path(), "--version")
+    assert done.code == 0 and done.out.startswith("dflashctl") and done.err == ""
+
+
 def test_where_pods_go_is_not_for_this_machine(data: Path, tmp_path: Path) -> None:
     told = train(tmp_path, str(data), "out", "--node", "b200", "--image", "x", "--dry-run")
     assert told.code == 0 and "--image, --node: not used by the local backend" in told.err
