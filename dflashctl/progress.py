@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.job import said
+
 Object = Mapping[str, Any]
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
@@ -118,6 +120,24 @@ def termination_message(pod: Object) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def last_said(lines: Sequence[bytes]) -> Mapping[str, Any]:
+    """The newest progress among the last lines of a pod's log, else what a training said last, as {"said": words}.
+
+    Lines of ranks and libraries may stand between; one that is cut is no JSON and is passed over.
+    """
+    words: dict[str, Any] = {}
+    for line in reversed(lines):
+        try:
+            value = json.loads(line) if line.startswith(b"{") else None
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "rows" in value:
+            return value
+        if isinstance(value, dict) and not words and (text := said(value)):
+            words = {"said": text}
+    return words
 
 
 def _age(pod: Object) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """What is known of a training: what its OUT says of it, and how a moment of it is shown.
 
-    OUT/job.json    where its newest Job runs: written by `train` on this machine, so that any directory finds it again
+    OUT/job.json    its newest Job, written by `train` and `resume`, so that any directory finds it again
     OUT/run.json    what is trained; latest, metrics.jsonl, provenance.json: how far it is, written by the trainer
 
 A live Job is asked through its backend; OUT answers for one whose Job is gone, and from any other directory.
@@ -119,17 +119,17 @@ def known_of(out: Out, known: list[Known]) -> Known | None:
 def home_of(job: Mapping[str, Any]) -> str:
     """Where this machine keeps the state of that Job; empty for another machine's, or one that is gone."""
     home = str(job.get("home") or "")
-    return home if job.get("host") == socket.gethostname() and Path(home).is_dir() else ""
+    return home if home and job.get("host") == socket.gethostname() and Path(home).is_dir() else ""
 
 
-def job_record(home: Path, submission: Mapping[str, Any], created: float) -> bytes:
-    """OUT/job.json."""
+def job_record(home: str, submission: Mapping[str, Any], created: float) -> bytes:
+    """OUT/job.json. home: where this machine keeps the Job's state; empty for a Job of a cluster."""
     record = {
         "schema": "dflash.train-job/1",
         "run": submission["run"],
         "created": created,
         "host": socket.gethostname(),
-        "home": str(home),
+        "home": home,
         "job": dict(submission),
     }
     return json.dumps(record, ensure_ascii=False, indent=1).encode() + b"\n"

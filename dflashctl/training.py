@@ -6,6 +6,7 @@ torch; on a cluster the target lies on the model volume, and the pod looks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -23,7 +24,7 @@ from dflashctl.backends.base import Backend, Known, Submission
 from dflashctl.config import Value
 from dflashctl.errors import ApiError, CliError, PreflightError, TakenError, UsageError
 from dflashctl.plan import NAME_MAX, check_name, check_out, check_scheme
-from dflashctl.records import PATIENT, Out
+from dflashctl.records import PATIENT, QUICK, Out
 from dflashctl.runs import LIVE
 from tokenizer.job import DATASET, PLAN, Exit, JobError
 from tokenizer.store import Store, StoreError
@@ -218,7 +219,7 @@ def start_here(args: TrainArgs, job: Submission, backend: LocalBackend, say: Say
         live = running(out, backend)
         if live is not None:
             return live[0]
-        _record(out, job, backend)
+        _record(out, job, str(backend.home))
         backend.submit(job)
     return Started(known, backend, "started")
 
@@ -233,9 +234,9 @@ def running(out: Out, backend: LocalBackend) -> tuple[Started, str] | None:
     return Started(known, place, "running"), str(place.last(known.run).get("spec_sha256"))
 
 
-def _record(out: Out, job: Submission, backend: LocalBackend) -> None:
+def _record(out: Out, job: Submission, home: str) -> None:
     try:
-        out.store.put_bytes(trained.JOB, trained.job_record(backend.home, job.document(), time.time()))
+        out.store.put_bytes(trained.JOB, trained.job_record(home, job.document(), time.time()))
     except StoreError as error:
         raise PreflightError(f"OUT cannot be written: {error.message}", error.hint) from None
 
@@ -248,11 +249,64 @@ def resume(known: Known, backend: Backend) -> Started:
         return Started(known, backend, "running")
     if trained.told(out).finished:
         return Started(known, backend, "unchanged")
-    if backend.name == "local" and snapshot is None and (job := trained.read_json(out, trained.JOB).get("job")):
+    if snapshot is not None and backend.name == "local":
+        backend.unsuspend(known.run)
+    elif job := trained.read_json(out, trained.JOB).get("job"):
         submission = Submission(**{**job, "argv": tuple(job["argv"]), "indexes": tuple(job["indexes"])})
-        backend.submit(submission)
-    elif snapshot is not None and (backend.name == "local" or snapshot.state == "suspended"):
+        place = backend.flags(submission.flags)
+        moved = any(submission.flags.get(key) != value for key, value in place.items())
+        if snapshot is not None and snapshot.state == "suspended" and not moved:
+            backend.unsuspend(known.run)
+        elif backend.name == "local":
+            backend.submit(submission)
+        else:
+            _submit_there(dataclasses.replace(submission, flags=place), out, backend)
+    elif snapshot is not None and snapshot.state == "suspended":
         backend.unsuspend(known.run)
     else:
         raise ApiError(f"no Job of `{known.run}` is known here", "`dflashctl train` again goes on")
     return Started(known, backend, "started")
+
+
+# ---- on a cluster
+
+
+def start_there(args: TrainArgs, job: Submission, backend: Backend) -> Started:
+    """Submit to a cluster, or find that it runs or is complete; nobody can look at the target before, so the pod does.
+
+    A Job that has ended or hangs makes room for the run's next one, which goes on from the last checkpoint. Raises
+    TakenError where OUT or the name is another training's.
+    """
+    out = Out(job.out, QUICK)
+    check_lock(args, out.store)
+    known = next(
+        (k for k in backend.runs() if k.run == job.run), Known(job.run, job.kind, job.out, job.job, time.time())
+    )
+    if known.out != job.out:
+        raise TakenError(f"run `{job.run}` is the name of a run with another OUT", "choose another --name")
+    snapshot = backend.snapshot(job.run)
+    if snapshot is not None and snapshot.state in LIVE:
+        return Started(known, backend, "running")
+    with contextlib.suppress(StoreError):  # a store that is not there is the pod's to complain about
+        if trained.told(out).finished:
+            return Started(known, backend, "unchanged")
+    _submit_there(job, out, backend)
+    return Started(known, backend, "started")
+
+
+def _submit_there(job: Submission, out: Out, backend: Backend) -> None:
+    """The run's next Job, on record in OUT for a `resume` from anywhere."""
+    taken = [known.job for known in backend.runs() if known.run == job.run]
+    job = dataclasses.replace(job, job=job.run if not taken else after(job.run, taken[0]))
+    backend.render(job)  # what is impossible is refused before anything is written
+    try:
+        _record(out, job, "")
+    except PreflightError as error:
+        show.warn(error.message, "`resume` will not know this Job: the same `train` command goes on")
+    backend.submit(job)
+
+
+def after(run: str, job: str) -> str:
+    """The name of the Job after `job`: `run`, `run-r2`, `run-r3`, ..."""
+    number = job.removeprefix(f"{run}-r")
+    return f"{run}-r{int(number) + 1 if number.isdigit() else 2}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from tokenizer.job import Exit, JobError
 
@@ -177,6 +177,16 @@ class TrainArgs(_Args):
         """What makes the drafter, beside the dataset's content and the target's revision."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if name not in OPERATIONAL}
+
+
+def said(line: Mapping[str, Any]) -> str:
+    """What a JSON line of the supervisor says of a training that has made no step yet; "" for other lines."""
+    if line.get("event") == "note":
+        return str(line.get("message") or "")
+    if line.get("event") == "fetch":
+        done, total, rate = (float(line.get(key) or 0) for key in ("bytes", "total_bytes", "bytes_per_s"))
+        return f"fetching the target: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s"
+    return ""
 
 
 def _usage(name: str, value: object, hint: str) -> JobError:

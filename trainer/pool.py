@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizer.job import Exit, JobError
-from trainer.job import TrainArgs
+from trainer.job import TrainArgs, said
 
 RETRIES = 2  # in a row without a new checkpoint
 FINAL = frozenset(
@@ -124,8 +124,8 @@ class Pool:
                         last = json.loads(line)
                         if last.get("event") == "progress":
                             self._index(progress=last)
-                        elif last.get("event") == "note":
-                            self._index(said=last["message"])
+                        elif words := said(last):
+                            self._index(said=words)
             code = self.child.wait()
             self.child = None
         if code < 0:

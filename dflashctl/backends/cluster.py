@@ -27,15 +27,16 @@ from dflashctl.backends.podlogs import LogReader, each
 from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError, secrets_of
 from dflashctl.overrides import refuse_values
 from dflashctl.place import Place, Placing, by_digest
-from dflashctl.progress import Object, Snapshot, fold, own_pods, parse_ranges, pod_index
+from dflashctl.progress import Object, Snapshot, fold, last_said, own_pods, parse_ranges, pod_index
 from dflashctl.render import Run, base, render
 from dflashctl.why import Cause, why
 
 RUN_LABEL = "dflashctl/run"
 MINE = "app.kubernetes.io/managed-by=dflashctl"
 OUT, INDEXES, SPEC = "dflashctl/out", "dflashctl/indexes", "dflashctl/spec-sha256"
-DELETE_WAIT_S = 120.0
+DELETE_WAIT_S = 90.0  # beyond the grace period of the pods
 PROGRESS_EVERY_S = 10.0  # how often a running pod is asked for its last line
+LAST_LINES = 20  # of a log that are looked through for one that tells progress
 ASKED_AT_ONCE = 8
 LINES_S = 3.0  # within which those lines have to be there: a node may have gone
 
@@ -88,6 +89,12 @@ def planned(job: Object) -> list[int]:
     """The plan's index of each of the Job's own."""
     annotated = parse_ranges((job["metadata"].get("annotations") or {}).get(INDEXES))
     return annotated or list(range(int((job.get("spec") or {}).get("completions") or 1)))
+
+
+def patience_of(job: Object) -> float:
+    """Seconds that the pods of a Job may take to end: they save their work within the grace period."""
+    pod = job["spec"]["template"].get("spec") or {}
+    return float(pod.get("terminationGracePeriodSeconds") or 30) + DELETE_WAIT_S
 
 
 def warn_of_tag(job: Object) -> None:
@@ -224,14 +231,14 @@ class KubeBackend:
 
     def stop(self, run: str) -> None:
         """Suspend: through Kueue's Workload where a queue holds the Job, since Kueue would un-suspend it again."""
-        self._set_active(run, active=False)
-        end = time.monotonic() + DELETE_WAIT_S
+        patience = patience_of(self._set_active(run, active=False))
+        end = time.monotonic() + patience
         while time.monotonic() < end:
             _, pods = self._objects(run)
             if not any((p.get("status") or {}).get("phase") in ("Pending", "Running") for p in pods):
                 return
             time.sleep(0.5)
-        raise ApiError(f"pods of `{run}` still run after {DELETE_WAIT_S:.0f} s", "`dflashctl why` names the node")
+        raise ApiError(f"pods of `{run}` still run after {patience:.0f} s", "`dflashctl why` names the node")
 
     def unsuspend(self, run: str) -> None:
         self._set_active(run, active=True)
@@ -314,21 +321,24 @@ class KubeBackend:
         except Refused:
             return []
 
-    def _set_active(self, run: str, active: bool) -> None:
+    def _set_active(self, run: str, active: bool) -> Object:
+        """The Job that was told."""
         job = self._newest(run)
         workload = self.kueue.workload(job)
         if workload is not None:
             self.kueue.set_active(workload, active)
         else:
             self.api.patch(f"{self._jobs}/{job['metadata']['name']}", {"spec": {"suspend": not active}})
+        return job
 
     def _delete(self, job: Object) -> None:
         path = f"{self._jobs}/{job['metadata']['name']}"
         self.api.delete(path, job["metadata"]["uid"])
-        end = time.monotonic() + DELETE_WAIT_S
+        patience = patience_of(job)
+        end = time.monotonic() + patience
         while (there := self.api.find(path)) is not None and there["metadata"]["uid"] == job["metadata"]["uid"]:
             if time.monotonic() > end:
-                raise ApiError(f"Job `{job['metadata']['name']}` is still being deleted after {DELETE_WAIT_S:.0f} s",
+                raise ApiError(f"Job `{job['metadata']['name']}` is still being deleted after {patience:.0f} s",
                                "`dflashctl why` names the node that does not answer")  # fmt: skip
             time.sleep(0.3)
 
@@ -343,13 +353,9 @@ class KubeBackend:
 
     def _last_line(self, pod: str) -> Mapping[str, Any]:
         try:
-            for line in reversed(list(self.api.lines(f"{self._pods}/{pod}/log", LINES_S, tailLines=5))):
-                value = json.loads(line) if line.startswith(b"{") else None
-                if isinstance(value, dict) and "rows" in value:
-                    return value
-        except (Refused, ConnectionError, ValueError):
-            pass  # a pod without a readable last line has no progress to show, and says so by its dashes
-        return {}
+            return last_said(list(self.api.lines(f"{self._pods}/{pod}/log", LINES_S, tailLines=LAST_LINES)))
+        except (Refused, ConnectionError):
+            return {}  # a pod without a readable last line has no progress to show, and says so by its dashes
 
 
 def _known(run: str, job: Object) -> Known:

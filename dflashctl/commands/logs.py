@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflashctl.backends.base import Backend, Known, LogLine
     from dflashctl.records import Out
 
+ROLES = ("target", "drafter", "supervisor")  # who speaks in the log of a training
 PAUSE = 1.0  # seconds between two looks for a first pod
 
 
@@ -30,7 +31,7 @@ def add(app: typer.Typer) -> None:
         index: Annotated[str | None, typer.Option("--index", metavar="N", help="One index, or 0-2,5.")] = None,
         failed: Annotated[bool, typer.Option("--failed", help="Only indexes that failed.")] = False,
         role: Annotated[
-            str | None, typer.Option("--role", metavar="target|drafter", help="Of a training: only these ranks.")
+            str | None, typer.Option("--role", metavar="target|drafter|supervisor", help="Of a training: who spoke.")
         ] = None,
         follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
         previous: Annotated[bool, typer.Option("--previous", help="The try before the newest one.")] = False,
@@ -48,8 +49,8 @@ def add(app: typer.Typer) -> None:
             pattern = re.compile(grep or "")
         except re.error as error:
             raise UsageError(f"`--grep` {grep!r} is not a regular expression: {error}") from None
-        if role not in (None, "target", "drafter"):
-            raise UsageError(f"`--role` is {role!r}", "known are target, drafter")
+        if role not in (None, *ROLES):
+            raise UsageError(f"`--role` is {role!r}", f"known are {', '.join(ROLES)}")
         backend, known, out = opened(session, run)
         if role is not None and known.kind != "train":
             raise UsageError(f"`--role` is of trainings, `{known.run}` is none", "name a training")
@@ -90,7 +91,11 @@ def add(app: typer.Typer) -> None:
 
 
 def _of_role(line: str, role: str) -> bool:
-    """Whether a rank of that role said a line of a training's log: in its own words, or as an event that bears it."""
+    """Whether a rank of that role said a line of a training's log, in its own words or as an event that bears it; the
+    supervisor said what no rank did.
+    """
+    if role == "supervisor":
+        return not any(_of_role(line, other) for other in ROLES if other != role)
     return line.startswith(f"[{role}:") or (line.startswith("{") and f'"rank": "{role}:' in line)
 
 

@@ -26,6 +26,8 @@ from dflashctl.commands.places import (
 from dflashctl.errors import Detached, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dflashctl.backends.base import Backend, Known
     from dflashctl.plan import Declaration
     from dflashctl.submit import Started
@@ -146,7 +148,7 @@ def add(app: typer.Typer) -> None:
         if dry_run is not None:
             return _dry_run(session, declaration, name, backend, dry_run)
         done = submit.tokenize(declaration, name, backend, show.say)
-        return _finish(session, done, backend, detach, started)
+        return _finish(session, done, keeper(backend, done.known), detach, started)
 
     @verb(app)
     def resume(
@@ -194,16 +196,20 @@ def add(app: typer.Typer) -> None:
         backend = session.backend("tokenize", place)
         known = find(run, backend, session.settings)
         if known.kind == "train":
-            return _resume_training(session, known, keeper(backend, known), detach)
+            return _resume_training(session, known, backend, place, detach)
+        backend = keeper(backend, known)
         done = submit.resume(known, backend, show.say, skip_file or [], gate, parallelism, workers)
         return _finish(session, done, backend, detach, started)
 
 
-def _resume_training(session: Session, known: Known, backend: Backend, detach: bool) -> int:
+def _resume_training(session: Session, known: Known, backend: Backend, place: Mapping[str, Any], detach: bool) -> int:
     from dflashctl import training
+    from dflashctl.backends.choice import cluster
     from dflashctl.commands.train import follow_on
 
-    return follow_on(session, training.resume(known, backend), detach)
+    if backend.name == "kube":  # where its pods go is said in [train]
+        backend = cluster(session.settings, "train", place)
+    return follow_on(session, training.resume(known, keeper(backend, known)), detach)
 
 
 def _dry_run(session: Session, declaration: Declaration, name: str | None, backend: Backend, side: str) -> int:

@@ -95,7 +95,6 @@ def add(app: typer.Typer) -> None:
         from dflashctl.backends.choice import cluster
         from dflashctl.backends.cluster import KubeBackend
         from dflashctl.backends.local import LocalBackend
-        from dflashctl.records import QUICK, Out
 
         flags: dict[str, Any] = {
             "dataset": dataset,
@@ -139,8 +138,7 @@ def add(app: typer.Typer) -> None:
             return _dry_run(session, backend, job, dry_run)
         if isinstance(backend, LocalBackend):
             return follow_on(session, training.start_here(args, job, backend, show.say), detach)
-        training.check_lock(args, Out(args.out, QUICK).store)
-        return follow_on(session, _start(backend, job), detach)
+        return follow_on(session, training.start_there(args, job, backend), detach)
 
 
 def _dry_run(session: Session, backend: Backend, job: Submission, side: str) -> int:
@@ -160,25 +158,6 @@ def _dry_run(session: Session, backend: Backend, job: Submission, side: str) -> 
     document = {"schema": "dflash.dry-run/1", "backend": backend.name, "run": job.run, "job": rendered}
     show.emit(document, "yaml" if session.output in ("table", "wide") else session.output, list, job.run)
     return 0
-
-
-def _start(backend: Backend, job: Submission) -> Started:
-    """Submit to a cluster, where nobody can look at the target before: the pod says what is left to do."""
-    from dflashctl.backends.base import Known
-    from dflashctl.errors import TakenError
-    from dflashctl.runs import LIVE
-    from dflashctl.training import Started
-
-    seen = backend.snapshot(job.run)
-    if seen is None or seen.state not in LIVE:
-        backend.submit(job)
-        outcome = "started"
-    elif any(known.run == job.run and known.out != job.out for known in backend.runs()):
-        raise TakenError(f"run `{job.run}` is the name of a run with another OUT", "choose another --name")
-    else:
-        outcome = "running"
-    known = next((k for k in backend.runs() if k.run == job.run), Known(job.run, "train", job.out, job.job, 0.0))
-    return Started(known, backend, outcome)
 
 
 def follow_on(session: Session, done: Started, detach: bool) -> int:

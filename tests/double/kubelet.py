@@ -41,8 +41,9 @@ class Process:
         )  # fmt: skip
 
     def kill(self, pod: Object, process: subprocess.Popen[bytes], sig: int) -> None:
+        """A container's first process alone is told; what is killed takes all others along."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sig)
+            (os.killpg if sig == signal.SIGKILL else os.kill)(process.pid, sig)
 
     def forget(self, pod: Object) -> None:
         pass
