@@ -1,5 +1,6 @@
 # Two commands do all set-up: `make demo` and `make test`.
 PY := .venv/bin/python
+IMAGES ?= tokenizer trainer
 .PHONY: demo test setup images push lint render bench
 
 setup: .venv/ready
@@ -14,8 +15,8 @@ lint: setup
 bench: setup
 	$(PY) benchmarks/tokenize.py && $(PY) benchmarks/train_step.py
 images:
-	sh images/build.sh tokenizer
+	sh images/build.sh $(IMAGES)
 push: images
-	sh images/push.sh tokenizer
+	sh images/push.sh $(IMAGES)
 render:
 	$(PY) -m dflashctl tokenize --dry-run=client $(ARGS)
