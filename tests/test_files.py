@@ -55,7 +55,9 @@ def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "real" / "a.jsonl")
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "broken.jsonl").symlink_to(tmp_path / "gone")
-    assert [o.key for o in expand(str(tmp_path / "in")).objects] == ["b.jsonl", "link/a.jsonl"]
+    found = expand(str(tmp_path / "in"))
+    assert [o.key for o in found.objects] == ["b.jsonl", "link/a.jsonl"]
+    assert found.skipped_by_reason() == {"broken_link": 1}
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ def _sync(folder: str) -> None:
 def _walk(
     folder: str, key: str, prefix: str, found: list[Stat], seen: set[tuple[int, int]], links: list[tuple[str, str]]
 ) -> None:
-    """Follows links to files; those to directories are added to `links`. A directory that was seen already (a loop) is
-    not entered again.
+    """Follows links to files (one to nothing gets no etag); those to directories are added to `links`. A directory that
+    was seen already (a loop) is not entered again.
     """
     with _errors(folder):
         try:
@@ -197,8 +197,12 @@ def _walk(
                         else:
                             _walk(entry.path, name + "/", prefix, found, seen, links)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMPORARY):
-                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                    try:
                         stat = entry.stat()
+                    except FileNotFoundError:
+                        if entry.is_symlink():  # to nothing; else it was removed meanwhile
+                            found.append(Stat(name, 0, ""))
+                    else:
                         found.append(Stat(name, stat.st_size, file_etag(stat)))
 
 

@@ -76,7 +76,7 @@ class Put(NamedTuple):
 class Skip(NamedTuple):
     """An object that a listing leaves out.
 
-    `reason`: folder_marker, marker (`_SUCCESS` and the like), hidden, temporary, empty or other_format.
+    `reason`: folder_marker, marker (`_SUCCESS` and the like), hidden, temporary, broken_link, empty or other_format.
     """
 
     key: str
@@ -276,7 +276,7 @@ def skip_reason(stat: Stat, named: bool) -> str | None:
     if name.startswith(("_SUCCESS", "_started", "_committed", "_metadata")):
         return "marker"
     if stat.size == 0:
-        return "empty"
+        return "empty" if stat.etag else "broken_link"
     if not named and not name.lower().endswith(tuple(s + c for s in SUFFIXES for c in ("", *COMPRESSED))):
         return "other_format"
     return None
