@@ -112,7 +112,8 @@ def known_of(out: Out, known: list[Known]) -> Known | None:
             return run
     job = read_json(out, JOB)
     if job:
-        return Known(job["run"], "train", out.uri, job["run"], float(job["created"]), home_of(job))
+        name = str((job.get("job") or {}).get("job") or job["run"])
+        return Known(job["run"], "train", out.uri, name, float(job["created"]), home_of(job))
     return Known(out.uri, "train", out.uri, "", 0.0) if "identity" in read_json(out, RUN) else None
 
 
@@ -183,6 +184,8 @@ def figures(status: Status) -> list[tuple[str, str]]:
         pairs.append(("busy", busy))
     if said.get("saved_step", -1) >= 0:
         pairs.append(("saved", f"step {said['saved_step']}"))
-    if live and said.get("eta_s") is not None:
+    if live and said["step"] == said.get("steps") and said.get("said"):  # the end takes its time, too
+        pairs.append(("now", show.printable(str(said["said"]))))
+    elif live and said.get("eta_s") is not None:
         pairs.append(("ETA", show.span(float(said["eta_s"]))))
     return pairs

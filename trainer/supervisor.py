@@ -36,6 +36,7 @@ from trainer.job import TrainArgs
 from trainer.link import World
 from trainer.prepare import Ready, prepare, world_of
 from trainer.rank import Place, run
+from trainer.tail import Tail
 
 LIMITS = {  # seconds that a rank's main loop may be silent
     Phase.START: 1800.0,
@@ -112,6 +113,7 @@ class Supervisor:
         self.error: dict[str, Any] = {}
         self.steps: list[float] = []
         self.finished: dict[str, Any] = {}
+        self.tail = Tail()
         self.heard = time.monotonic()  # when a child last told something
 
     # ---- what it says
@@ -122,10 +124,11 @@ class Supervisor:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         self._print(json.dumps({"time": stamp, "level": level, "event": event, **values}, ensure_ascii=False))
 
-    @staticmethod
-    def _print(line: str) -> None:
+    def _print(self, line: str) -> None:
+        data = line.encode("utf-8", "replace") + b"\n"
+        self.tail.keep(data)
         with contextlib.suppress(OSError):  # nobody listens: that must not end a training
-            os.write(1, line.encode("utf-8", "replace") + b"\n")
+            os.write(1, data)
 
     # ---- processes
 
@@ -264,6 +267,8 @@ class Supervisor:
             self.kill()
             shutil.rmtree(work, ignore_errors=True)
         self._end(code)
+        if code != Exit.OK:
+            self.tail.put(self.args.out)
         return code
 
     def _stop(self, number: int, frame: object) -> None:
