@@ -6,13 +6,14 @@ import threading
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tokenizer.job import JobError
 from tokenizer.store import open_store
 from trainer.checkpoint import LATEST, META, STATE, Snapshot, Writer, find, prunable, read, step_name, write
 from trainer.export import load_drafter
 from trainer.optim import AdamW
+from trainer.provenance import fingerprint
 
 IDENTITY = {"seed": 0, "lr": 0.1}
 
@@ -75,6 +76,19 @@ def test_another_training_is_refused_with_the_difference(tmp_path):
     assert caught.value.code == 78 and "seed is 0 there, 1 here" in caught.value.message
 
 
+def test_another_fine_tune_of_the_same_shape_is_another_target(tmp_path):
+    """Same names, same sizes: its weights tell, wherever it lies."""
+    found = []
+    for name, seed in (("a", 1), ("copy of a", 1), ("b", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        generator = torch.Generator().manual_seed(seed)
+        save_file({"w": torch.randn(1 << 20, generator=generator)}, folder / "model.safetensors")
+        found.append(fingerprint(str(folder)))
+    assert found[0] == found[1] != found[2]
+
+
 def test_latest_moves_last_and_old_ones_go(tmp_path):
     store = open_store(str(tmp_path))
     saves = writer(store, tmp_path)
@@ -129,6 +143,26 @@ def test_a_push_never_stalls_a_step_and_the_newest_gets_there(tmp_path, s3):
     assert found is not None and read(found).step == 5
     known = snapshot(5).state
     assert all(torch.equal(value, known[name]) for name, value in load_file(found / STATE).items())
+
+
+@pytest.mark.s3
+def test_another_attempt_is_noticed_on_s3_and_a_lost_answer_is_none(tmp_path, s3, s3_faults):
+    store = open_store(f"{s3}/out")
+    saves, other = writer(store, tmp_path / "one", remote=True), writer(store, tmp_path / "other", remote=True)
+    for step in (1, 2):  # created, then replaced: S3 did so, but its answer does not come
+        s3_faults.plan("lost", match=r"PUT /[^/]+/out/latest")
+        saves.submit(snapshot(step))
+        while saves.saved != step:
+            saves.check()
+    assert s3_faults.faults["lost"] == 2
+    other.submit(snapshot(3))
+    with pytest.raises(JobError) as caught:
+        other.close()
+    assert caught.value.code == 75 and "another attempt" in caught.value.message
+    assert store.get_bytes(LATEST) == b"step-000002\n"
+    saves.submit(snapshot(4))
+    saves.close()
+    assert store.get_bytes(LATEST) == b"step-000004\n"
 
 
 @pytest.mark.s3

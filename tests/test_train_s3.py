@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from train_fixtures import random_rows, write_dataset
-from train_runs import args, finish, start, target_dir, train
+from train_runs import Forked, args, finish, start, target_dir, train
 
 from tokenizer.store import open_store
 
@@ -56,3 +56,29 @@ def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
     code, lines, text = train(told, DFLASH_SCRATCH=str(tmp_path / "three"), DFLASH_MODEL_CACHE=str(tmp_path / "model"))
     assert code == 0 and any(line["event"] == "unchanged" for line in lines), text
     assert any("already" in str(line.get("message")) for line in lines)
+
+
+@pytest.mark.s3
+def test_a_slow_s3_holds_up_no_step(tmp_path, s3, s3_faults, monkeypatch):
+    """A checkpoint of every step, ten seconds a request: steps go on, and the last one gets there all the same."""
+    monkeypatch.setenv("DFLASH_SCRATCH", str(tmp_path / "scratch"))
+    out = f"{s3}/out"
+    data = write_dataset(tmp_path / "data", random_rows(60))
+    run = Forked(args(data, out, steps=10000, checkpoint_every="1", held_out=0.0), tmp_path / "log")
+    run.until(lambda: any(line["event"] == "start" for line in run.lines()))
+    s3_faults.latency = 10.0
+
+    def steps():
+        found = [*(tmp_path / "scratch").glob("training/*/metrics.jsonl")]
+        return len(found[0].read_text().splitlines()) if found else 0
+
+    def moved():
+        return [r for r in s3_faults.requests if r.method == "PUT" and r.path.endswith("/out/latest")]
+
+    run.until(lambda: steps() >= 10)
+    assert any(r.method == "PUT" for r in s3_faults.requests) and not moved()  # the first is on its way
+    s3_faults.latency = 0.0
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 143, run.text()
+    stopped = int(open_store(out).get_bytes("latest").decode().strip().removeprefix("step-"))
+    assert stopped >= 10 and len(moved()) < stopped / 2  # those between were replaced by newer ones

@@ -17,11 +17,15 @@ from trainer.job import TrainArgs
 from trainer.target import resolve
 
 RUN = "run.json"
+PIECES, PIECE = 16, 1 << 16  # of a file of weights that its fingerprint reads, and bytes of one
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "pyarrow")
 
 
 def fingerprint(target: str) -> str:
-    """Of a target: the hub's `id@revision`, or a hash of a directory's config.json and its files' names and sizes."""
+    """Of a target: the hub's `id@revision`, or a hash of a directory's config.json and of its weights' names and sizes.
+
+    Of each file of weights some pieces are hashed too: another fine-tune has the same names and sizes.
+    """
     source, where = resolve(target)
     folder = Path(source)
     if not folder.is_dir():
@@ -33,7 +37,12 @@ def fingerprint(target: str) -> str:
         digest.update((folder / "config.json").read_bytes())
         weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     for path in weights:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for part in range(PIECES):
+                file.seek(size * part // PIECES)
+                digest.update(file.read(PIECE))
     return digest.hexdigest()[:16]
 
 
