@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from train_fixtures import random_rows, write_dataset
 from train_runs import Forked, args, metrics, target_dir
 
-from trainer import supervisor
+from tokenizer.job import JobError
+from trainer import checkpoint, export, supervisor
 from trainer.board import Phase
+from trainer.link import Receiver, Sender
+from trainer.rank import compare
 
 STEPS, KILLS = 12, 20
 
@@ -112,6 +116,88 @@ def test_a_resume_may_change_the_split(straight, data, tmp_path):
             assert float((ours[name] - known[name]).norm() / known[name].norm()) < 1e-4, name
 
 
+def slow_link(monkeypatch, draw):
+    """Both ends of the link take their time, each its own."""
+    send, take = Sender.send, Receiver.take
+
+    def slow_send(self, states, drafter):
+        time.sleep(draw.random() / 50)
+        send(self, states, drafter)
+
+    def slow_take(self, item):
+        time.sleep(draw.random() / 50)
+        return take(self, item)
+
+    monkeypatch.setattr(Sender, "send", slow_send)
+    monkeypatch.setattr(Receiver, "take", slow_take)
+
+
+def slow_disk(monkeypatch, draw):
+    """Every file of a checkpoint takes longer than some steps: a kill finds it half there."""
+    save = checkpoint.save_file
+
+    def slow_save(*args, **more):
+        time.sleep(draw.random() / 4)
+        save(*args, **more)
+        time.sleep(draw.random() / 4)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow_save)
+
+
+def nothing_slow(monkeypatch, draw):
+    pass
+
+
+def test_a_torn_newest_checkpoint_costs_steps_and_nothing_else(straight, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(straight, out)
+    (out / "provenance.json").unlink()  # with it, it is complete
+    newest = out / "checkpoints" / f"step-{STEPS:06d}" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    run = Forked(args(data, out), tmp_path / "log")
+    assert run.wait() == 0, run.text()
+    notes = [line["message"] for line in run.lines() if line["event"] == "note"]
+    assert any(f"step-{STEPS:06d}` is not whole" in note for note in notes)
+    assert any(f"goes on after step 10 of {STEPS}; 2 steps are done again" in note for note in notes)
+    assert same_state(out, straight) and lineage(out) == lineage(straight)
+
+
+def test_an_exporter_with_a_wrong_tap_list_is_caught(straight, data, tmp_path, monkeypatch):
+    """Sabotage behind every check of the configuration: the list that is written is not the one that was trained."""
+    out, write = tmp_path / "out", export._write
+    shutil.copytree(straight, out)
+    (out / "provenance.json").unlink()
+
+    def sabotage(where, config, *more):
+        inner = config["dflash_config"]
+        shifted = inner | {"target_layer_ids": [tap - 1 for tap in inner["target_layer_ids"]]}
+        return write(where, config | {"dflash_config": shifted}, *more)
+
+    monkeypatch.setattr(export, "_write", sabotage)
+    code, message = refused(args(data, out), tmp_path)
+    assert code == 70 and "target_layer_ids" in message
+    assert not (out / "provenance.json").exists()
+
+
+def test_what_is_served_may_not_be_worse_than_what_was_trained():
+    compare([0, 500, 500], [0, 520, 480])  # chance
+    compare([0, 5, 5], [0, 8, 2])  # too few blocks to tell
+    compare([0, 0, 0], [0, 0, 0])  # nothing is held out
+    with pytest.raises(JobError, match=r"1\.50 in training and 1\.10 with the exported files") as caught:
+        compare([0, 500, 500], [0, 900, 100])
+    assert caught.value.code == 70
+
+
+def test_another_attempt_that_took_over_out_ends_this_one(data, tmp_path):
+    out = tmp_path / "out"
+    run = Forked(args(data, out, steps=10000, checkpoint_every="2"), tmp_path / "log")
+    run.until(lambda: (out / "latest").exists())
+    (out / "latest").write_text("step-009999\n")
+    assert run.wait() == 75
+    assert "was moved by another attempt" in last(run)["message"]
+    assert (out / "latest").read_text() == "step-009999\n"
+
+
 def kill_once(told, out, log, draw):
     """Start or go on, and kill a rank or the supervisor: while it loads, or some steps further on."""
     before, further = metrics_steps(out), draw.choice([0, 1, 1, 2])
@@ -122,15 +208,18 @@ def kill_once(told, out, log, draw):
     else:
         run.until(lambda: any(line["event"] == "start" for line in run.lines()) and len(run.ranks()) >= 2)
     os.kill(draw.choice([*run.ranks(), run.pid]), signal.SIGKILL)
-    assert run.wait(60) in (71, -9), run.text()
+    assert run.wait() in (71, -9), run.text()
 
 
-def test_any_process_may_be_killed_at_any_time(straight, data, tmp_path):
-    """20 kills of ranks and supervisors: every row is once in the lineage of the very same parameters."""
+def test_any_process_may_be_killed_at_any_time(straight, data, tmp_path, monkeypatch):
+    """20 kills of ranks and supervisors, over slow links and slow disks too: every row is once in the lineage of the
+    very same parameters."""
     out, draw = tmp_path / "out", random.Random(5)
     told = args(data, out, checkpoint_every="2")
     for kill in range(KILLS):
-        kill_once(told, out, tmp_path / f"log{kill}", draw)
+        with monkeypatch.context() as patched:
+            (nothing_slow, slow_link, slow_disk)[kill % 3](patched, draw)
+            kill_once(told, out, tmp_path / f"log{kill}", draw)
     run = Forked(told, tmp_path / "log")
     assert run.wait() == 0, run.text()
     assert same_state(out, straight)
@@ -152,16 +241,26 @@ def test_a_dead_rank_is_named_at_once(data, tmp_path):
     assert "memory" in last(run)["hint"]
 
 
-def test_a_silent_rank_is_named_and_ends_the_run(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("victim", [0, 1], ids=["target:0", "drafter:0"])
+def test_a_silent_rank_is_named_and_ends_the_run(data, tmp_path, monkeypatch, victim, request):
+    """Stopped, as a hanging driver is; the other one falls silent too, since it waits."""
     monkeypatch.setattr(supervisor, "LIMITS", dict.fromkeys(Phase, 300.0) | {Phase.STEP: 8.0})
     monkeypatch.setattr(supervisor, "STEPS", 0)
     run = Forked(args(data, tmp_path / "out", steps=10000, held_out=0.0), tmp_path / "log")
     run.until(lambda: metrics_steps(tmp_path / "out") >= 3)
-    drafter = sorted(run.ranks())[1]
-    os.kill(drafter, signal.SIGSTOP)
-    assert run.wait(60) == 71
-    assert "has been silent for" in last(run)["message"]
-    assert not Path(f"/proc/{drafter}").exists()
+    stopped = sorted(run.ranks())[victim]
+    os.kill(stopped, signal.SIGSTOP)
+    assert run.wait() == 71
+    assert last(run)["message"].startswith(f"{request.node.callspec.id} has been silent for")
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_a_preparation_that_hangs_ends_too(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "LIMITS", dict.fromkeys(Phase, 4.0))
+    monkeypatch.setattr(supervisor, "prepare", lambda *_: time.sleep(300))
+    run = Forked(args(data, tmp_path / "out"), tmp_path / "log")
+    assert run.wait() == 71
+    assert last(run)["message"].startswith("prepare has been silent for")
 
 
 def test_sigterm_before_the_first_step_has_nothing_to_save(data, tmp_path):
@@ -174,7 +273,7 @@ def test_sigterm_before_the_first_step_has_nothing_to_save(data, tmp_path):
 
 def refused(told, tmp_path):
     run = Forked(told, tmp_path / "log")
-    code = run.wait(60)
+    code = run.wait()
     assert "Traceback" not in run.text()
     return code, last(run).get("message", "")
 
@@ -201,6 +300,21 @@ def test_another_training_in_out_is_refused_with_the_difference(straight, data, 
     shutil.copytree(straight, out)
     code, message = refused(args(data, out, lr=1e-3), tmp_path)
     assert code == 78 and "lr is 0.005 there, 0.001 here" in message
+    other = write_dataset(tmp_path / "other", random_rows(60, seed=1))
+    code, message = refused(args(other, out), tmp_path)
+    here = json.loads((other / "dataset.json").read_text())["content_sha256"]
+    assert code == 78 and "dataset_sha256 is" in message and f'"{here}" here' in message
+
+
+def test_a_target_whose_weights_do_not_fit_is_one_line(data, tmp_path):
+    broken = tmp_path / "target"
+    shutil.copytree(target_dir(), broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    code, message = refused(args(data, tmp_path / "out", target=str(broken)), tmp_path)
+    assert code == 78 and "`model.layers.0.mlp.down_proj.weight` is (32, 64), not (32, 48)" in message
+    own = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("[target:0]")]
+    assert own == []
 
 
 def test_what_is_no_number_stops_the_run_and_saves_nothing(data, tmp_path):
@@ -211,7 +325,7 @@ def test_what_is_no_number_stops_the_run_and_saves_nothing(data, tmp_path):
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"
     code, message = refused(args(data, out, target=str(broken), split="1+2"), tmp_path)
-    assert code == 76 and message.startswith("step 1: loss nan")
+    assert code == 76 and message.startswith("step 1: loss nan") and "rows a.jsonl:" in message
     assert not (out / "latest").exists()
 
 
@@ -221,6 +335,14 @@ def test_a_full_disk_has_its_own_code(data, tmp_path):
     (out / "checkpoints" / f"step-{5:06d}").write_text("in the way")  # a rename over a file fails as a full disk does
     code, message = refused(args(data, out), tmp_path)
     assert code == 73 and "step 5" in message
+
+
+def test_a_disk_that_fills_up_has_it_too(data, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "metrics.jsonl").symlink_to("/dev/full")  # the kernel's own full disk
+    code, message = refused(args(data, out), tmp_path)
+    assert code == 73 and message.startswith("the disk is full")
 
 
 def test_flags_that_cannot_be(tmp_path):

@@ -31,7 +31,7 @@ from trainer.loss import Objective, default_gamma
 from trainer.optim import AdamW
 
 VOCAB, MASK_ID = tiny.VOCAB, tiny.MASK_ID
-WAIT = 120.0  # seconds after which a world of ranks has failed
+WAIT = 600.0  # seconds after which a world of ranks has failed
 
 
 def random_rows(count: int, seed: int = 0, longest: int = 60) -> list[tuple[list[int], list[int]]]:

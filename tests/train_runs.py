@@ -99,7 +99,7 @@ class Forked:
         found = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return {int(pid): pid for pid in found}
 
-    def wait(self, seconds: float = 180.0) -> int:
+    def wait(self, seconds: float = 600.0) -> int:
         """Exit code; killed where it does not end."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class Forked:
         os.waitpid(self.pid, 0)
         raise AssertionError(f"a training did not end:\n{self.text()[-3000:]}")
 
-    def until(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:
+    def until(self, happened: Callable[[], bool], seconds: float = 600.0) -> None:
         """Wait for something of the run to be seen; fails where the run ends before."""
         deadline = time.monotonic() + seconds
         while not happened():
@@ -121,7 +121,7 @@ class Forked:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, the supervisor's JSON lines, everything it printed."""
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=600)
     return process.returncode, [json.loads(line) for line in text.splitlines() if line.startswith("{")], text
 
 
