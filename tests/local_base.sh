@@ -4,6 +4,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 name=localhost/dflash-base:bookworm
+mkdir -p .cache
+exec 9>.cache/base.lock # two test processes may want it at once
+flock 9
 podman image exists "$name" && { echo "$name"; exit 0; }
 tar=.cache/base.tar
 if [ ! -f "$tar" ]; then
@@ -14,7 +17,6 @@ if [ ! -f "$tar" ]; then
     rm -f "$root"/usr/lib/python3.11/EXTERNALLY-MANAGED "$root"/var/cache/apt/archives/*.deb
     ln -sf /usr/bin/python3 "$root/usr/local/bin/python"
     ln -sf /usr/bin/pip3 "$root/usr/local/bin/pip"
-    mkdir -p .cache
     tar -C "$root" -cf "$tar.part" .
     mv "$tar.part" "$tar"
 fi

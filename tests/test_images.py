@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +9,8 @@ import pytest
 from cli_fixtures import ctl
 from double.api import Double
 from double.kubelet import Podman
+from image_fixtures import *  # noqa: F403
+from image_fixtures import build, described, inside, inventory, locked
 from job_fixtures import ROOT, contents, write_corpus
 from vocab import tiny_dir
 
@@ -22,67 +19,19 @@ from tokenizer.store import open_store
 
 pytestmark = pytest.mark.containers
 NEVER = {"transformers", "torch", "datasets", "pandas", "typer", "kubernetes", "dflashctl", "dflash", "pytest"}
-# runc instead of crun (a hybrid cgroup tree), limits below those of small machines, the host's network
-CONTAINERS_CONF = """[containers]
-default_ulimits = ["nofile=16384:16384", "nproc=8192:8192"]
-netns = "host"
-[engine]
-runtime = "runc"
-events_logger = "file"
-cgroup_manager = "cgroupfs"
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Podman as this machine needs it, unless somebody has said how."""
-    patch = pytest.MonkeyPatch()
-    if "CONTAINERS_CONF" not in os.environ:
-        file = tmp_path_factory.mktemp("podman") / "containers.conf"
-        file.write_text(CONTAINERS_CONF)
-        patch.setenv("CONTAINERS_CONF", str(file))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
 def built(podman: None) -> str:
     """The tokenizer image, built as `make images` does it; its name."""
-    base = run("sh", "tests/local_base.sh").strip()
-    run("sh", "images/build.sh", "tokenizer", BASE=base, TOOL="podman")
-    return f"localhost/dflash-tokenizer:{release()}"
-
-
-def run(*argv: str, **env: str) -> str:
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
-def inside(image: str, *argv: str, flags: tuple[str, ...] = ()) -> str:
-    """What a command prints in a container as a pod would run: no network, read-only root, no capabilities."""
-    hardened = ["--network", "none", "--read-only", "--read-only-tmpfs=false", "--cap-drop", "ALL"]
-    return run("podman", "run", "--rm", *hardened, *flags, "--entrypoint", argv[0], image, *argv[1:])
-
-
-def described(image: str) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(run("podman", "image", "inspect", image))[0]
-    return value
+    return build("tokenizer")
 
 
 def test_the_tokenizer_image_holds_what_it_needs_and_no_more(built: str, capsys: pytest.CaptureFixture[str]) -> None:
-    packages = {
-        p["name"]: p["version"] for p in json.loads(inside(built, "python", "-m", "pip", "list", "--format=json"))
-    }
     with capsys.disabled():
-        size = described(built)["Size"] / 2**20
-        print(f"\n{built}: {size:.0f} MiB, {', '.join(f'{n} {v}' for n, v in sorted(packages.items()))}")
-    assert not {name.lower() for name in packages} & NEVER
-    locked = dict(
-        re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "images" / "requirements-tokenizer.txt").read_text(), re.M)
-    )
-    here = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in packages.items()}
-    assert {name: here.get(re.sub(r"[-_.]+", "-", name).lower()) for name in locked} == locked
+        packages = inventory(built)
+    assert not set(packages) & NEVER
+    assert {name: packages.get(name) for name in locked("tokenizer")} == locked("tokenizer")
 
 
 def test_it_imports_without_anything_outside(built: str) -> None:
@@ -130,21 +79,7 @@ def test_end_to_end_through_pods_of_the_image(built: str, s3: str, s3_server: An
     assert [k for k in theirs if mine.get(k) != theirs[k]] == []
 
 
-@pytest.mark.slow
-def test_the_cpu_trainer_image(podman: None, capsys: pytest.CaptureFixture[str]) -> None:
-    if not os.environ.get("DFLASH_TRAINER_IMAGE"):
-        pytest.skip("slow: set DFLASH_TRAINER_IMAGE=1 to build the CPU variant of the trainer image (1.5 GB)")
-    base = run("sh", "tests/local_base.sh").strip()
-    run("sh", "images/build.sh", "trainer-cpu", BASE=base, TOOL="podman")
-    image = f"localhost/dflash-trainer-cpu:{release()}"
-    packages = json.loads(inside(image, "python", "-m", "pip", "list", "--format=json"))
-    with capsys.disabled():
-        print(f"\n{image}: {described(image)['Size'] / 2**20:.0f} MiB, {len(packages)} packages")
-    assert {p["name"] for p in packages} >= {"torch", "transformers", "datasets"}
-    assert inside(image, "python", "-P", "-c", "import trainer.job, torch, transformers, datasets; print(1)",
-                  flags=("--tmpfs", "/tmp", "--env", "HOME=/tmp")) == "1\n"  # fmt: skip
-
-
 def test_the_gpu_variant_says_that_it_was_not_built() -> None:
-    text = (ROOT / "images" / "trainer.Containerfile").read_text()
-    assert "flash-linear-attention" in text and "causal-conv1d" in text and "has not been built" in text
+    for name in ("trainer.Containerfile", "README.md"):
+        text = (ROOT / "images" / name).read_text()
+        assert "flash-linear-attention" in text and "causal-conv1d" in text and "not been built" in text
