@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dflashctl import show
-from dflashctl.commands import common, data, logs, models, report, steer, submit, train, watch
+from dflashctl.commands import balance, common, data, logs, models, report, steer, submit, train, watch
 from dflashctl.errors import describe
 
 EPILOG = (
@@ -38,6 +38,7 @@ def build() -> typer.Typer:
     steer.add(app)
     data.add(app)
     report.add(app)
+    balance.add(app)
     models.add(app)
     return app
 

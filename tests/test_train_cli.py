@@ -23,6 +23,7 @@ from dflashctl.progress import Index
 from dflashctl.runs import Status
 from dflashctl.why import TRAIN_EXIT_CODES, of_indexes
 from tokenizer.job import Exit, JobError
+from tokenizer.store import open_store
 from trainer.check import check, free_memory
 from trainer.job import TrainArgs
 
@@ -397,3 +398,29 @@ def test_where_pods_go_is_not_for_this_machine(data: Path, tmp_path: Path) -> No
     told = train(tmp_path, str(data), "out", "--node", "b200", "--image", "x", "--dry-run")
     assert told.code == 0 and "--image, --node: not used by the local backend" in told.err
     assert "not used" not in train(tmp_path, str(data), "out", "--dry-run").err
+
+
+@pytest.mark.s3
+def test_from_s3_to_s3_it_is_looked_at_too(s3: str, data: Path, tmp_path: Path) -> None:
+    raw, models = open_store(f"{s3}/data"), open_store(f"{s3}/models/tiny")
+    for path in data.iterdir():
+        raw.upload_file(path, path.name)
+    for path in target_dir().iterdir():
+        models.upload_file(path, path.name)
+    told = ["train", f"{s3}/data", "--out", f"{s3}/out", "--target", f"{s3}/models/tiny", *SMALL, "--steps", "2"]
+    here = {"OMP_NUM_THREADS": "1", "DFLASH_SCRATCH": str(tmp_path / "s"), "DFLASH_MODEL_CACHE": str(tmp_path / "m")}
+    refused = ctl(tmp_path, *told, "--mask-token-id", "999", **here)
+    assert (refused.code, "--mask-token-id cannot be: 999" in refused.err) == (2, True), refused.err
+    gone = ctl(tmp_path, *told[:-4], "--target", f"{s3}/models/none", **here)
+    assert (gone.code, "has no config.json" in gone.err) == (4, True), gone.err
+    assert not list(open_store(f"{s3}/out").list()) and not (tmp_path / "m").exists()
+    done = ctl(tmp_path, *told, **here)
+    assert done.code == 0, done.err
+    elsewhere = tmp_path / "b"
+    elsewhere.mkdir()
+    status = ctl(elsewhere, "status", f"{s3}/out", "-o", "json").json()
+    assert (status["state"], status["training"]["step"]) == ("succeeded", 2)
+    again = ctl(elsewhere, *told, **here)
+    assert (again.code, "unchanged" in again.err) == (0, True), again.err
+    other = ctl(elsewhere, *told, "--lr", "0.01", **here)
+    assert (other.code, "lr is 0.0006 there, 0.01 here" in other.err) == (5, True), other.err

@@ -46,7 +46,7 @@ STATE_BYTES = 4 + 8 + 4 + 12  # of a drafter's parameter: master weight, two mom
 def check(args: TrainArgs) -> dict[str, Any]:
     """What a training of these flags would start from. Raises JobError as `prepare` does.
 
-    identity: as in OUT/run.json, or None where it is only known once the target is fetched. taken: how another training
+    identity: as in OUT/run.json; of a target that is not here only its name is known. taken: how another training
     of OUT differs, field by field. finished: OUT holds the end of this training. drafter: its fields, and where each
     comes from. memory: bytes that are needed, and those that are free.
     """
@@ -62,12 +62,14 @@ def check(args: TrainArgs) -> dict[str, Any]:
         with tokenizer_files(where) as folder:
             check_tokenizer(folder, record, args.target)
             config, origin = choose(args, target, Specials.read(folder), [])
-        here = where == args.target
+        here = Path(where).exists() and not args.target.startswith("s3://")
         parameters = check_weights(Path(where), target) if here and Path(where).is_dir() else 0
-        mine = identity(args, record, fingerprint(where)) if here else None
+        mine = identity(args, record, fingerprint(where) if here else "")
     check_writable(args.out)
     stored = _json(out, RUN).get("identity")
-    taken = differences(stored, mine) if stored is not None and mine is not None else []
+    if not here:  # its revision is that of the files, which are fetched at the start
+        mine["target_revision"] = (stored or {}).get("target_revision", "")
+    taken = differences(stored, mine) if stored is not None else []
     return {
         "schema": SCHEMA,
         "identity": mine,

@@ -100,6 +100,8 @@ class Metrics:
             "target_busy": shares[0] if self.world.targets else shares[1],
             "drafter_busy": shares[1],
             "ring_depth": sum(depths) / len(depths),
+            "targets": self.world.targets,
+            "drafters": self.world.drafters,
             "memory_bytes": memory,
         }
         if found.empty:

@@ -205,7 +205,8 @@ class Student:
         self.writer.check()
         if found.save or found.stop or found.number + 1 == self.rank.plan.total:
             self._save(found.number + 1)
-        if time.monotonic() - self.said_at >= PROGRESS_SECONDS or found.number == self.place.ready.start:
+        ends = found.number in (self.place.ready.start, self.rank.plan.total - 1)
+        if ends or time.monotonic() - self.said_at >= PROGRESS_SECONDS:
             self.said_at = time.monotonic()
             self.progress()
 
@@ -238,6 +239,8 @@ class Student:
     def _finish(self) -> None:
         """Measure, save, export, and measure what was exported."""
         plan, learner = self.rank.plan, self.learner
+        if self.leads:
+            self._say("every step is done: measuring, exporting, measuring what was exported")
         trained = learner.measure(learner.drafter, plan.total)
         if self.metrics:
             self.metrics.measured(plan.total, trained)
