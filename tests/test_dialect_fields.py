@@ -111,6 +111,18 @@ def test_inline_thinking_stays_in_the_content() -> None:
     assert only(parse(chat({"role": "assistant", "content": text})))[0] == {"role": "assistant", "content": text}
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "thinking_content"])
+def test_reasoning_beside_the_messages_is_not_dropped(name: str) -> None:
+    reply = only(parse(chat(assistant(), **{name: "because"})))[1]
+    assert reply.reject is not None and reply.reject.reason == "reasoning_lost" and name in reply.reject.detail
+    for whole in (assistant(reasoning="because"), assistant(content="because</think>a")):
+        assert only(parse(chat(whole, **{name: "because"})))[1].reject is None
+    for setting in ("on", "High", " ", None, True):
+        assert only(parse(chat(assistant(), **{name: setting})))[1].reject is None
+    assert only(parse({"prompt": "q", "completion": "a", name: "because"}))[0]["reasoning_content"] == "because"
+    assert "reasoning_content" not in only(parse({"prompt": "q", "completion": "a", name: "on"}))[0]
+
+
 def test_lost_reasoning() -> None:
     usage = {"completion_tokens": 50, "completion_tokens_details": {"reasoning_tokens": 40}}
     assert reason(chat(assistant(), usage=usage)) == "reasoning_lost"
@@ -145,7 +157,19 @@ def test_arguments(given_: object, expected: object) -> None:
 
 @pytest.mark.parametrize(
     "given_",
-    ["{", '{"x": NaN}', "[1]", "3", '"{}"', [1], 3, '{"x": "\\ud800"}', "[" * 5000, {"x": 1.2345678901234568e29}],
+    [
+        "{",
+        '{"x": NaN}',
+        '{"x": -1e999}',
+        "[1]",
+        "3",
+        '"{}"',
+        [1],
+        3,
+        '{"x": "\\ud800"}',
+        "[" * 5000,
+        {"x": 1.2345678901234568e29},
+    ],
 )
 def test_bad_arguments_reject_their_turn_and_the_later_ones(given_: object) -> None:
     conv = parse(chat(assistant(), user(), called(given_), {"role": "tool", "content": "1"}, assistant()))

@@ -70,6 +70,21 @@ def test_media_are_never_fetched(part: dict[str, Any]) -> None:
         assert reason({"messages": messages}) == "multimodal"
 
 
+@pytest.mark.parametrize("name", ["images", "image", "audio", "videos"])
+def test_media_beside_the_text_of_a_message_are_not_dropped(name: str) -> None:
+    assert reason({"messages": [{**user(), name: ["iVBORw0KGgo="]}, assistant()]}) == "multimodal"
+    assert reason(chat(assistant(**{name: {"id": "a"}}))) == "multimodal"
+    assert only(parse({"messages": [{**user(), name: []}, assistant()]}))[1].reject is None
+
+
+def test_two_different_answers_and_records_of_errors_are_refused() -> None:
+    assert reason({"prompt": "q", "completion": "a", "output": "b"}) == "unknown_dialect"
+    assert only(parse({"prompt": "q", "completion": "a", "output": "a", "response": ""}))[0]["content"] == "a"
+    assert reason(chat(assistant(), error="timeout")) == "bad_finish_reason"
+    assert reason({"prompt": "q", "completion": "a", "error": {"code": 500}}) == "bad_finish_reason"
+    assert only(parse(chat(assistant(), error=None, metadata={"error": "x"})))[1].reject is None
+
+
 def test_no_prompt_and_no_completion() -> None:
     assert reason({"messages": [assistant()]}) == "no_prompt"
     assert reason({"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]}) == "no_prompt"

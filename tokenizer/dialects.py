@@ -13,18 +13,19 @@ from typing import Any, NoReturn
 import orjson
 
 from tokenizer.fields import (
-    MEDIA,
     REASONING,
+    SETTINGS,
     TOKEN_IDS,
     Json,
     kind,
+    no_media,
     short,
     unknown,
     wrap_tools,
 )
 from tokenizer.job import Reject
 from tokenizer.messages import ROLES, Builder, Conversation, Reply
-from tokenizer.rollouts import Parts, batch, completion, ids_only, read_facts, responses
+from tokenizer.rollouts import Parts, batch, completion, ids_only, read_facts, responses, thinks
 
 __all__ = ["Conversation", "Lookup", "Reply", "loads", "parse"]
 
@@ -37,7 +38,6 @@ _SOURCE_IDS = ("custom_id", "id", "uid", "uuid", "prompt_id", "conversation_id",
 _PREFERENCE = frozenset(
     ("preferred_output", "non_preferred_output", "chosen", "rejected", "rejected_response", "rejected_messages")
 )
-_MEDIA_KEYS = frozenset((*MEDIA[:3], *(f"{m}s" for m in MEDIA[:3])))
 # A row with no other key holds nothing beside its messages: the common case, told by one comparison.
 _PLAIN = frozenset(("messages", "conversations", "id"))
 
@@ -107,6 +107,10 @@ def parse(row: object, lookup: Lookup | None = None) -> Conversation:
     if parts.requests:
         _read_request(conv, parts.requests)
     last = max(conv.replies, default=-1)
+    if parts.thought and last >= start and not thinks(conv, last):
+        conv.replies[last].reject = conv.replies[last].reject or Reject(
+            "reasoning_lost", f"reasoning in {parts.thought!r} beside the messages: put it into the message it is of"
+        )
     if last < start and (not parts.facts or not ids_only(conv, parts.facts)):
         raise Reject("no_completion", "no assistant turn that was generated")
     if parts.facts:
@@ -125,9 +129,7 @@ def _take_apart(row: Json, lookup: Lookup | None) -> Parts | str:
     """Tells the dialect, in this order; a str is a text that is already rendered."""
     if row.keys() & _PREFERENCE:
         unknown(f"a preference pair ({', '.join(sorted(row.keys() & _PREFERENCE))}): which side to learn is not said")
-    for name in row.keys() & _MEDIA_KEYS:
-        if row[name]:
-            raise Reject("multimodal", f"the row has {name}; text only")
+    no_media(row, "the row")
     metadata = row.get("metadata")
     more = [metadata] if type(metadata) is dict else []
     beside = [row, *more]
@@ -138,6 +140,8 @@ def _take_apart(row: Json, lookup: Lookup | None) -> Parts | str:
         return _beside(responses(row["responses_create_params"], row["response"]), beside)
     if "custom_id" in row and (_is_batch(row.get("response")) or type(row.get("body")) is dict or row.get("error")):
         return _batch(row, lookup)
+    if row.get("error") and isinstance(row["error"], (str, dict)):
+        raise Reject("bad_finish_reason", f"the record is one of an error: {short(row['error'])}")
     if _holds_logs(row.get("expected_output")):
         raise Reject("no_completion", "message_log records of an environment test: token ids of prompts, no completion")
     for name in ("request", "body"):  # a logged exchange
@@ -212,12 +216,18 @@ def _conversation(row: Json, name: str, beside: list[Json]) -> Parts:
         if answers or any(row.get(key) for key in (*TOKEN_IDS, "outputs", "meta_info")):
             return _prompted(row, messages, beside)
         return Parts([], messages, beside, beside)
+    thought = next((name for name in REASONING if _is_thought(row.get(name))), "")
     for key in answers:
         said = row[key]
         other = type(said) is str and type(last) is dict and said not in (last.get("content"), last.get("value"))
         if other or (type(said) is dict and ("choices" in said or "output" in said)):
             unknown(f"{name} ends in an assistant turn and {key!r} says something else: which was generated?")
-    return Parts([], messages, beside, beside)
+    return Parts([], messages, beside, beside, thought)
+
+
+def _is_thought(value: object) -> bool:
+    """Whether a field of that name holds text, and not how much was to be thought."""
+    return type(value) is str and bool(value.strip()) and value.strip().lower() not in SETTINGS
 
 
 def _answers(message: object) -> bool:
@@ -228,7 +238,11 @@ def _prompted(row: Json, prompt: object, beside: list[Json]) -> Parts:
     """`prompt` (text, a message or messages) and the completion of it under one of several names."""
     meta = row.get("meta_info")
     facts = [*([meta] if type(meta) is dict else []), *beside]
-    name, answer = next(((key, row[key]) for key in _ANSWERS if row.get(key) is not None), ("", None))
+    given = [(key, row[key]) for key in _ANSWERS if row.get(key) is not None]
+    name, answer = given[0] if given else ("", None)
+    for key, other in given[1:]:
+        if type(answer) is str and type(other) is str and answer and other and answer != other:
+            unknown(f"{name} and {key} are two different answers: which was generated?")
     raw = False  # the server was given text, not a chat: a string prompt is not one user message then
     if answer is None and any(row.get(key) for key in ("text", "outputs", *TOKEN_IDS)):
         raw = True
@@ -280,7 +294,7 @@ def _answer(row: Json, name: str, answer: Any) -> list[Any]:
         unknown(f"{name} is {kind(answer)}, not a completion")
     message: Json = {"role": "assistant", "content": answer}
     for key in (*REASONING, "tool_calls"):
-        if row.get(key) is not None:
+        if row.get(key) is not None and (key == "tool_calls" or type(row[key]) is not str or _is_thought(row[key])):
             message[key] = row[key]
     return [message]
 

@@ -20,6 +20,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_content")
 WEIGHTS = ("loss_weight", "weight", "train", "mask")
 TOKEN_IDS = ("token_ids", "generation_token_ids", "output_ids", "completion_token_ids")
 MEDIA = ("image", "video", "audio", "file")  # a part type that names one of them, input_image and image_url included
+MEDIA_KEYS = frozenset((*MEDIA[:3], *(f"{m}s" for m in MEDIA[:3])))  # of a row or a message
+SETTINGS = frozenset(("on", "off", "true", "false", "none", "minimal", "low", "medium", "high"))  # no reasoning's text
 MISSING: Any = object()
 
 
@@ -42,8 +44,15 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not -inf < value < inf:
+        raise ValueError(f"{short(text)} is beyond what a number holds")
+    return value
+
+
 # Not orjson: it would turn an integer beyond 64 bits into a float, and the arguments are rendered again as text.
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def decode_json(text: str, what: str, reason: str) -> Any:
@@ -155,6 +164,13 @@ def weight(message: Json) -> float:
                 unknown(f"{name} of a message must be a number >= 0 or a boolean, not {short(value)}")
             return float(value)
     return 1.0
+
+
+def no_media(holder: Json, what: str) -> None:
+    """Raises Reject multimodal for images, audio or video beside the text."""
+    for name in holder.keys() & MEDIA_KEYS:
+        if holder[name]:
+            raise Reject("multimodal", f"{what} has {name}; text only")
 
 
 def part_text(part: Json, name: str) -> str:

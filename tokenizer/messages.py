@@ -19,6 +19,7 @@ from tokenizer.fields import (
     decode_json,
     finish,
     kind,
+    no_media,
     part_text,
     short,
     token_ids,
@@ -101,6 +102,8 @@ class Builder:
             name, content = message["role"], message.get("content", MISSING)
         else:
             name, content = message.get("from"), message.get("value", MISSING)
+        if len(message) > 2:
+            no_media(message, f"message {len(self.messages)}")
         role = ROLES.get(name) if type(name) is str else None
         if role is None:
             unknown(f"message {len(self.messages)} has the role {short(name)} (keys {short(sorted(message))})")
@@ -272,8 +275,6 @@ class Builder:
 
     def _check_extra(self, message: Json, reasoning: str | None, reply: Reply) -> None:
         """Thinking under a name that is not known must not be dropped in silence."""
-        if message.get("audio"):
-            raise Reject("multimodal", "an assistant message holds audio; text only")
         for name, value in message.items():
             if name in KNOWN or reasoning or not value or not isinstance(value, (str, list, dict)):
                 continue

@@ -25,6 +25,7 @@ class Parts:
     turns: list[Any]  # messages whose assistant turns are learnt
     facts: list[Json] = field(default_factory=list)  # nearest first: finish reason, usage, ids of the last reply
     requests: list[Json] = field(default_factory=list)  # nearest first: tools, system prompt, template kwargs
+    thought: str = ""  # the field beside the messages that holds a reasoning
 
 
 def only_choice(choices: object) -> Json:
@@ -257,11 +258,12 @@ def _read_usage(conv: Conversation, learnt: list[int], facts: list[Json]) -> Non
     for name in ("completion_tokens_details", "output_tokens_details"):
         if type(usage.get(name)) is dict:
             thought = thought or usage[name].get("reasoning_tokens")
-    if type(thought) is int and thought > 0 and conv.messages and not any(_thinks(conv, n) for n in learnt):
+    if type(thought) is int and thought > 0 and conv.messages and not any(thinks(conv, n) for n in learnt):
         raise Reject("reasoning_lost", f"the server counted {thought} reasoning tokens, and the row holds no reasoning")
 
 
-def _thinks(conv: Conversation, n: int) -> bool:
+def thinks(conv: Conversation, n: int) -> bool:
+    """Whether a reply brings its thinking, in a field, in its text or among its ids."""
     message = conv.messages[n]
     text = message.get("content", "")
     inline = "</think>" in text or "<think>" in text
