@@ -191,6 +191,15 @@ def test_metrics_travel_with_the_checkpoint(tmp_path, s3):
     assert json.loads(store.get_bytes("metrics.jsonl")) == {"step": 1}
 
 
+def test_whatever_ends_the_thread_is_not_taken_for_a_save(tmp_path, monkeypatch):
+    saves = writer(open_store(str(tmp_path)), tmp_path)
+    monkeypatch.setattr(saves, "_save", lambda _: {}["of nobody"])
+    saves.submit(snapshot(1))
+    with pytest.raises(JobError, match="step 1: KeyError: 'of nobody'") as caught:
+        saves.close()
+    assert caught.value.code == 71
+
+
 def test_a_disk_that_fails_ends_the_training_with_its_code(tmp_path):
     store = open_store(str(tmp_path))
     saves = writer(store, tmp_path)

@@ -244,6 +244,10 @@ class Writer:
                     )
                 )
                 return
+            except Exception as error:  # a thread that dies in silence would pass for one that has saved
+                why = f"checkpoint of step {snapshot.step}: {type(error).__name__}: {error}"
+                self._fail(JobError(Exit.RANK_DIED, why, "resume goes on from the last one"))
+                return
 
     def _fail(self, error: JobError) -> None:
         with self._changed:

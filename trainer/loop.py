@@ -83,13 +83,20 @@ def run_target(rank: Rank, target: Teacher, start: int) -> None:
                 break
             continue
         board.beat(rank.me, Phase.STEP if board.get(rank.me, "items") else Phase.FIRST)
-        started = time.monotonic()
-        states = target.states(rank.ids(item))
-        board.add(rank.me, "busy", time.monotonic() - started)
-        sender.send(states, drafter)
+        sender.send(timed_states(rank, target, item), drafter)
         board.add(rank.me, "items", 1)
     sender.close()
     board.beat(rank.me, Phase.END)
+
+
+def timed_states(rank: Rank, target: Teacher, item: Item) -> Tensor:
+    """States of a micro-batch, really there: a GPU's own time counts as busy, and the next beat means progress."""
+    started = time.monotonic()
+    states = target.states(rank.ids(item))
+    if states.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    rank.board.add(rank.me, "busy", time.monotonic() - started)
+    return states
 
 
 class Own:
@@ -100,7 +107,7 @@ class Own:
 
     @contextmanager
     def take(self, item: Item) -> Iterator[Tensor]:
-        yield self.target.states(self.rank.ids(item))
+        yield timed_states(self.rank, self.target, item)
 
     def close(self) -> None:
         """Nothing is under way."""
