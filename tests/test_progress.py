@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from k8s_objects import SCENARIOS, Recording, container, ended, event, exited, job, pod
 
-from dflashctl.progress import condition, fold, parse_ranges
+from dflashctl.progress import condition, fold, last_said, parse_ranges
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_termination_message_must_be_a_json_object():
     for message, want in (('{"rows": 5}', {"rows": 5}), ("42", {}), ("not json", {}), ("", {})):
         [index] = fold(job(), [pod(0, "Failed", containerStatuses=exited(65, message=message))]).indexes
         assert index.message == want
+
+
+def test_the_last_lines_of_a_log_tell_progress_or_the_last_words():
+    line = b'{"event": "progress", "rows": 7}\n'
+    assert last_said([b"talk\n", line, b'{"cut": ', b"[0] more\n"]) == {"rows": 7, "event": "progress"}
+    assert last_said([b"talk\n", b"7\n"]) == {}
+    notes = [b'{"event": "note", "message": "%s"}\n' % words for words in (b"compiling", b"loading")]
+    assert last_said([*notes, b"[target:0] x\n"]) == {"said": "loading"}
 
 
 def test_pods_of_another_job_with_the_same_name_do_not_count():
