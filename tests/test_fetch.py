@@ -21,6 +21,7 @@ from train_runs import target_dir
 from tokenizer.job import Exit, JobError
 from tokenizer.store import Store, open_store
 from trainer import fetch, hub
+from trainer.check import small
 from trainer.fetch import RECORD, local_target
 from trainer.target import read_config
 
@@ -343,9 +344,10 @@ def test_a_hub_that_does_not_know_it(served: Any, volume: Path, monkeypatch: pyt
         with pytest.raises(JobError) as caught:
             fetched(name)
         assert caught.value.code == Exit.CONFIG and "revision" in caught.value.hint
-    with pytest.raises(JobError) as caught:
-        fetched("org/Tiny")
-    assert caught.value.code == Exit.CONFIG and "no revision" in caught.value.message
+    for ask in (fetched, lambda name: small(name).__enter__()):  # the pod, and the look before a training here
+        with pytest.raises(JobError) as caught:
+            ask("org/Tiny")
+        assert caught.value.code == Exit.CONFIG and "no revision" in caught.value.message
     monkeypatch.setenv("DFLASH_MODEL_CACHE_BYTES", str(10 << 20))
     with pytest.raises(JobError) as caught:
         fetched("org/Tiny@v1")

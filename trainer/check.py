@@ -27,6 +27,7 @@ from trainer.checkpoint import differences
 from trainer.config import DrafterConfig, Specials
 from trainer.drafter import Drafter
 from trainer.evaluate import tokenizer_files
+from trainer.fetch import check_revision, is_hub_id
 from trainer.job import TrainArgs
 from trainer.link import World
 from trainer.prepare import PROVENANCE, choose, world_of
@@ -109,6 +110,8 @@ def check_shards(store: Store, record: Mapping[str, Any]) -> None:
 def small(target: str) -> Iterator[str]:
     """`target` where it can be read as it is, else a directory with its small files."""
     if not target.startswith(("s3://", "file:")):
+        if is_hub_id(target):
+            check_revision(target)
         yield target
         return
     try:

@@ -58,12 +58,29 @@ def local_target(target: str, tell: Tell, check: Callable[[Path], None]) -> str:
             return str(_from_s3(target, cache_folder(), tell, check))
     if target.startswith("file:"):
         return parse_uri(target).path
-    if Path(target).exists() or target.startswith((".", "/", "~")) or target.count("/") > 1:
+    if not is_hub_id(target):
         return target  # what is not there is named by whoever reads it
     from trainer.hub import from_hub
 
     with _room_errors(cache_folder()):
         return str(from_hub(target, tell, check))
+
+
+def is_hub_id(target: str) -> bool:
+    """Whether a target that is neither an s3:// prefix nor a file: URI means a model of a hub."""
+    return not (Path(target).exists() or target.startswith((".", "/", "~")) or target.partition("@")[0].count("/") > 1)
+
+
+def check_revision(target: str) -> tuple[str, str]:
+    """(id, revision) of a hub id. Raises JobError(78) without a revision: the next retry might get another model."""
+    repo, _, revision = target.partition("@")
+    if not revision:
+        raise JobError(
+            Exit.CONFIG,
+            f"target `{target}` is no directory here, and as a hub id it names no revision",
+            f"write `{target}@REVISION` (a commit, a tag or a branch), a path, or an s3:// prefix",
+        )
+    return repo, revision
 
 
 def chosen(files: Sequence[Stat]) -> list[Stat]:

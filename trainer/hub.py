@@ -25,6 +25,7 @@ from trainer.fetch import (
     WEIGHTS,
     Tell,
     cache_folder,
+    check_revision,
     check_room,
     chosen,
     is_weights,
@@ -37,13 +38,7 @@ ELSEWHERE = "name a path, or an s3:// prefix that holds the model"
 
 def from_hub(target: str, tell: Tell, check: Callable[[Path], None]) -> Path:
     """The snapshot directory of `ID@REVISION`. Raises JobError: 73 no room, 75 it broke off, 78 it cannot be had."""
-    repo, _, revision = target.partition("@")
-    if not revision:
-        raise JobError(
-            Exit.CONFIG,
-            f"target `{target}` is no directory here, and as a hub id it names no revision",
-            f"write `{target}@REVISION` (a commit, a tag or a branch), or {ELSEWHERE}",
-        )
+    repo, revision = check_revision(target)
     from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
