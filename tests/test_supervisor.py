@@ -1,9 +1,12 @@
 """What the supervisor concludes, from numbers alone."""
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
+from train_runs import args, start
 
 from tokenizer.job import Exit, JobError
 from trainer.board import Board, Phase
@@ -116,3 +119,13 @@ def test_splits_and_cadences():
             with pytest.raises(JobError) as caught:
                 parse(text)
             assert caught.value.code == Exit.USAGE
+
+
+def test_a_stop_that_comes_during_the_imports_is_heard(tmp_path):
+    """As the first process of a container it would never get a signal that it does not handle."""
+    process = start(args(tmp_path / "data", tmp_path / "out"))
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():  # in the middle of the imports
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == int(Exit.SIGTERM)

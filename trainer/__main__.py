@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +25,8 @@ def _run(verb: str, argv: list[str]) -> int:
         export(export_args)
     elif verb == "train":
         train_args = TrainArgs.from_argv(argv)
+        # The first process of a container never gets a signal that it does not handle, and the imports take seconds.
+        signal.signal(signal.SIGTERM, _leave)
         from trainer.supervisor import Supervisor
 
         return Supervisor(train_args).run()
@@ -43,6 +47,11 @@ def _run(verb: str, argv: list[str]) -> int:
             Exit.USAGE, f"`{verb}` is no verb of the trainer", "train, check, pool, eval, export or selfcheck"
         )
     return int(Exit.OK)
+
+
+def _leave(number: int, frame: object) -> None:
+    """Nothing has begun yet."""
+    os._exit(int(Exit.SIGTERM))
 
 
 def main(argv: list[str]) -> int:
