@@ -76,6 +76,14 @@ def test_a_batch_output_is_joined_with_the_requests_found_beside_it(tmp_path: Pa
     assert "asked" in shown and answer(7).strip() in shown
 
 
+@pytest.mark.parametrize("out", ["./in.jsonl", "./in.jsonl/out"])
+def test_an_out_that_is_a_file_is_said_with_its_remedy(tmp_path: Path, out: str) -> None:
+    (tmp_path / "in.jsonl").write_text(chat_line("q", answer(1)) + "\n")
+    done = tokenize(tmp_path, "in.jsonl", out)
+    assert done.code == 4 and "a part of this path is a file" in done.err and "name another" in done.err
+    assert (tmp_path / "in.jsonl").read_text() == chat_line("q", answer(1)) + "\n"
+
+
 def test_settings_come_from_dflash_toml_alone(tmp_path: Path) -> None:
     write_corpus(tmp_path / "in", 2, 8)
     text = f'[tokenize]\ninput = "in"\nout = "out"\nmodel = "{tiny_dir()}"\n'

@@ -217,6 +217,10 @@ def _errors(path: str) -> Iterator[None]:
         raise StoreError(
             "denied", _named(error, path), "permission denied", f"uid {os.geteuid()} needs access to it"
         ) from error
+    except NotADirectoryError as error:
+        raise StoreError(
+            "other", _named(error, path), "a part of this path is a file", "name another, a directory or none yet"
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
