@@ -81,6 +81,8 @@ class Converter:
                 size += self._parse(entry, rows)
             except Reject as reject:
                 entry.rejected = [(None, reject)]
+            except RecursionError:  # what the JSON reader still takes, nobody can walk through
+                entry.rejected = [(None, Reject("invalid_json", "nested too deep"))]
             except Exception as error:
                 # a bug, not bad data: it must not pass for a reject, and whoever mends it needs the line
                 what = f"{self.path}:{number}: internal error, {type(error).__name__}: {error}"
