@@ -59,7 +59,10 @@ LINES: list[tuple[bytes, str | None]] = [  # a line, and the reason it is reject
     (b"[1, 2]", "unknown_dialect"),
     (json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode(), "no_completion"),
     (chat_line("q", "bad", finish_reason="content_filter").encode(), "bad_finish_reason"),
-    (chat_line("q", answer(5)).encode()[:-1] + b', "finish_reason": ' + b"[" * 1015 + b"]" * 1015 + b"}", "invalid_json"),
+    (
+        chat_line("q", answer(5)).encode()[:-1] + b', "finish_reason": ' + b"[" * 1015 + b"]" * 1015 + b"}",
+        "invalid_json",
+    ),
     (chat_line("q", "tiny").encode(), "too_few_loss_tokens"),
     (chat_line("q", answer(3), usage={"completion_tokens": 5000}).encode(), "reasoning_lost"),
     (MULTI.encode() + b"\r", None),
