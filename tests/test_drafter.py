@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,34 @@ def test_specials_are_read_from_a_tokenizer_directory(tmp_path: Path) -> None:
     }
 
 
+def test_a_scaled_target_leaves_its_base_alone() -> None:
+    """The draft is never scaled: yarn, llama3 and older spellings give it the base and nothing else."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    plain = derive(QWEN3, SPARE).config
+    assert derive(QWEN3 | {"rope_scaling": yarn}, SPARE).config == plain
+    for rope in (yarn, {"rope_type": "llama3", "factor": 8.0}):
+        target = {k: v for k, v in QWEN3.items() if k != "rope_theta"} | {"rope_parameters": rope | {"rope_theta": 5e5}}
+        written = derive(target, SPARE).config.to_dict()
+        assert written["rope_theta"] == 5e5
+        assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_target_of_experts_gets_a_dense_drafter() -> None:
+    """Qwen3.5's and 3.6's mixtures name no dense width."""
+    text = {k: v for k, v in QWEN36["text_config"].items() if k != "intermediate_size"}
+    text |= {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 512}
+    choice = derive({"model_type": "qwen3_5_moe", "text_config": text}, SPARE)
+    assert (choice.config.intermediate_size, choice.config.num_attention_heads) == (6144, 32)
+    assert "experts" in choice.origin["intermediate_size"]
+
+
+def test_a_targets_own_windows_and_biases_are_not_the_drafts() -> None:
+    target = QWEN3 | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "attention_bias": True}
+    written = derive(target, SPARE).config.to_dict()
+    assert written["layer_types"] == [FULL] * 5 and written["sliding_window"] is None
+    assert written["attention_bias"] is False
+
+
 # refusing
 
 
@@ -215,6 +244,14 @@ def test_specials_are_read_from_a_tokenizer_directory(tmp_path: Path) -> None:
         ("layer_types", (FULL,), "1 names for 5 layers"),
         ("layer_types", (FULL,) * 4 + ("linear_attention",), "neither"),
         ("rope_theta", 0, "positive number"),
+        ("rope_theta", math.inf, "positive number"),
+        ("target_layer_ids", "1,2", "not a list of layer numbers"),
+        ("target_layer_ids", (1.0, 2), "not a list of layer numbers"),
+        ("layer_types", FULL, "not a list of names"),
+        ("num_hidden_layers", "2", "positive whole number"),
+        ("sliding_window", 2.5, "2.5 keys"),
+        ("is_causal", "no", "neither true nor false"),
+        ("final_logit_softcapping", 0, "positive number"),
         ("taps", (1,), "not a field"),
     ],
 )
@@ -267,8 +304,16 @@ def test_reading_old_and_foreign_config_json() -> None:
         ("attention_bias", True),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.25}),
         ("rope_parameters", {"rope_type": "yarn"}),
+        ("rope_parameters", "default"),
+        ("dflash_config", [1]),
+        ("hidden_act", "gelu"),
+        ("hidden_size", "64"),
+        ("dtype", "float16"),
+        ("layer_types", [1, 2, 3]),
     ):
         assert refusal(DrafterConfig.from_dict, written | {name: value}).message.startswith(name)
+    transformers4 = {k: v for k, v in written.items() if k != "dtype"} | {"torch_dtype": "float16"}
+    assert refusal(DrafterConfig.from_dict, transformers4).message.startswith("dtype")
     del old["num_target_layers"]
     assert refusal(DrafterConfig.from_dict, old).message.startswith("num_target_layers")
 

@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_models
 import torch
+import transformers as hf
 from vocab import tiny_dir
 
 from tokenizer import chat
@@ -90,7 +92,7 @@ def test_lossless_and_worth_something(pair):
 @pytest.mark.parametrize("tokens", [TOKENS, 2, 1])
 def test_blocks_are_zlabs(family, tokens, pairs, monkeypatch):
     """The same export under z-lab's own loop and model, with its caches: same text, same yield of every block."""
-    zlab = pytest.importorskip("dflash.model")
+    zlab = tiny.peer("dflash.model")
     monkeypatch.setattr(zlab, "_cuda_time", time.perf_counter)  # it synchronises a GPU otherwise
     pair = pairs(family)
     draft = zlab.DFlashDraftModel.from_pretrained(pair.path, dtype=torch.float32).eval()
@@ -108,6 +110,43 @@ def test_blocks_are_zlabs(family, tokens, pairs, monkeypatch):
             kinds.update(found.accepted)
     if tokens == TOKENS:
         assert {1, BLOCK} <= kinds  # both ends were met
+
+
+SHAPE = tiny_models.SHAPE
+UNUSUAL = {
+    "tied embeddings, biases, one tap, blocks of two": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | {"tie_word_embeddings": True}, attention_bias=True)),
+        {"block_size": 2, "target_layer_ids": (3,)},
+    ),
+    "a sliding target, a window shorter than a block": (
+        lambda: hf.MistralForCausalLM(hf.MistralConfig(**SHAPE, sliding_window=6)),
+        {"sliding_window": 2},
+    ),
+    "scaled rotary, heads of another width": (
+        lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE | {"head_dim": 12}, rope_parameters=YARN)),
+        {"head_dim": 12},
+    ),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_pairs_are_lossless_and_zlabs(kind, tmp_path, monkeypatch):
+    zlab = tiny.peer("dflash.model")
+    monkeypatch.setattr(zlab, "_cuda_time", time.perf_counter)
+    build, shape = UNUSUAL[kind]
+    model, asked = tiny_models.seeded(build), prompts(2, 1)
+    target = Target.wrap(model, shape.get("target_layer_ids", TAPS))
+    write_zlab(tiny_models.taught(target, asked, TOKENS, steps=30, **shape), tmp_path / "export")
+    drafter = load_drafter(tmp_path / "export").eval()
+    found = evaluate(drafter, target, asked, TOKENS, frozenset())
+    assert found.report()["lossless"] and found.report()["acceptance_length"] > 1.1
+    draft = zlab.DFlashDraftModel.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
+    for number, prompt in enumerate(asked):
+        ids = torch.tensor([prompt])
+        theirs = zlab.dflash_generate(draft, model, ids, TOKENS, None, temperature=0.0, return_stats=True)
+        assert theirs.acceptance_lengths == found.accepted[number]
+        assert theirs.output_ids[0, len(prompt) :].tolist() == found.replies[number]
 
 
 def test_the_walk_is_what_serving_gives(pair):
@@ -165,6 +204,14 @@ def test_a_wrong_verifier_shows(qwen3, monkeypatch, capsys):
     assert "prompt 1: differs from plain greedy decoding at token 0" in capsys.readouterr().err
 
 
+def test_a_reply_that_ends_at_once_has_no_block_and_is_counted(qwen3, capsys):
+    first = served(qwen3, qwen3.prompts[0], 2).tokens[0]
+    found = evaluate(qwen3.drafter, qwen3.target, qwen3.prompts[:2], TOKENS, frozenset({first}))
+    assert found.accepted[0] == [] and found.replies[0] == [first] and found.lossless == [True, True]
+    assert found.report()["blocks"] == len(found.accepted[1]) > 0 and found.report()["prompts"] == 2
+    assert capsys.readouterr().err == "1 of 2 replies end with their first token: no block\n"
+
+
 def test_nothing_drafted_is_refused():
     with pytest.raises(JobError, match="no block was drafted"):
         Evaluation([[], []], [True, True], [[2], [2]], 5).report()
@@ -213,6 +260,8 @@ def test_a_prompt_by_its_history_ids_or_text():
     assert piece.text == ASKED
     with pytest.raises(Reject, match="unknown_dialect"):
         prompt_pieces({"question": "Hi"}, renderer)
+    with pytest.raises(Reject, match="every reply has weight 0"):
+        prompt_pieces({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, renderer)
 
 
 def test_prompts_are_read_in_order_and_skips_are_said(tmp_path, capsys):
@@ -221,11 +270,16 @@ def test_prompts_are_read_in_order_and_skips_are_said(tmp_path, capsys):
     found = read_prompts(path, tiny_dir(), 2)
     decoded = [Encoder.load(tiny_dir(), 0).decode(ids) for ids in found]
     assert decoded == [ASKED.replace("Hi", text) for text in "ab"]
-    assert capsys.readouterr().err == f"skipped 2 rows of `{path}`: invalid_json 1, unknown_dialect 1\n"
+    words = f"skipped 2 rows of `{path}`: invalid_json 1 (line 4), unknown_dialect 1 (line 3)\n"
+    assert capsys.readouterr().err == words
     assert len(read_prompts(path, tiny_dir(), 0)) == 3
     path.write_text('{"odd": 1}\n')
     with pytest.raises(JobError, match="holds no prompt"):
         read_prompts(path, tiny_dir(), 0)
+    path.write_text('[\n{"prompt": "a"}\n]\n')
+    with pytest.raises(JobError, match="one JSON list") as caught:
+        read_prompts(path, tiny_dir(), 0)
+    assert caught.value.hint == "convert it: jq -c '.[]'"  # no word of a run, which has files to skip
     with pytest.raises(JobError, match="No such file") as caught:
         read_prompts(tmp_path / "none", tiny_dir(), 0)
     assert caught.value.code == Exit.CONFIG
@@ -255,6 +309,8 @@ def test_the_verb(tmp_path):
     report = json.loads(done.stdout)
     assert tuple(report) == EVAL_KEYS
     assert (report["schema"], report["lossless"], report["prompts"]) == ("dflash.eval/1", True, 2)
+    assert "\r" not in done.stderr  # no bars where nobody looks
+    assert call(max_new_tokens=1).returncode == Exit.USAGE
     refused = call(checkpoint="nowhere")
     assert (refused.returncode, refused.stdout) == (Exit.CONFIG, "")
     words = "error: checkpoint `nowhere`: no readable config.json: No such file or directory\nhint: name a z-lab directory\n"

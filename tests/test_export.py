@@ -5,10 +5,12 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tiny
 import tiny_models
 import torch
 from safetensors import SafetensorError
@@ -16,11 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from tokenizer.job import Exit, JobError
 from trainer import export as module
+from trainer import selfcheck
 from trainer.__main__ import main
-from trainer.config import DrafterConfig
+from trainer.config import DrafterConfig, Specials
 from trainer.export import load_drafter, read_drafter_config, serving_tensors, write_speculators, write_zlab
-from trainer.job import ExportArgs
+from trainer.job import ExportArgs, TrainArgs
 from trainer.layouts import SPECULATORS, ZLAB, engine_places, read_layout, speculators_config, tensor_shapes
+from trainer.prepare import choose
 from trainer.selfcheck import compare, record, self_check
 
 QWEN36 = DrafterConfig(
@@ -120,7 +124,7 @@ def test_config_is_the_superset_that_every_reader_needs():
 
 
 def test_zlab_reads_it_and_computes_the_same(trained, exported):
-    zlab = pytest.importorskip("dflash.model")
+    zlab = tiny.peer("dflash.model")
     model, info = zlab.DFlashDraftModel.from_pretrained(exported, output_loading_info=True, dtype=torch.float32)
     assert clean(info)
     assert (model.target_layer_ids, model.mask_token_id, model.block_size) == ([1, 3, 4], 95, 5)
@@ -132,7 +136,7 @@ def test_zlab_reads_it_and_computes_the_same(trained, exported):
 
 
 def test_specforge_reads_it(exported):
-    specforge = pytest.importorskip("specforge.modeling.draft.dflash")
+    specforge = tiny.peer("specforge.modeling.draft.dflash")
     model, info = specforge.DFlashDraftModel.from_pretrained(exported, output_loading_info=True, dtype=torch.float32)
     assert clean(info)
     assert (model.target_layer_ids, model.mask_token_id, model.block_size) == ([1, 3, 4], 95, 5)
@@ -140,7 +144,7 @@ def test_specforge_reads_it(exported):
 
 
 def speculators_load(path, **kwargs):
-    theirs = pytest.importorskip("speculators.models.dflash")
+    theirs = tiny.peer("speculators.models.dflash")
     return theirs.DFlashDraftModel.from_pretrained(path, dtype=torch.float32, **kwargs)
 
 
@@ -188,7 +192,7 @@ def test_speculators_computes_the_same(tmp_path):
 
 def test_speculators_own_converter_reads_the_zlab_layout(trained, exported, tmp_path):
     """And what it writes says the same as ours, beside defaults and the versions of libraries."""
-    convert = pytest.importorskip("speculators.convert.dflash")
+    convert = tiny.peer("speculators.convert.dflash")
     target = tiny_models.saved(tiny_models.qwen3, tmp_path)
     convert.DFlashConverter().convert(exported, tmp_path / "theirs", str(target))
     assert_speculators_has(tmp_path / "theirs", trained, tiny_models.qwen3())
@@ -224,6 +228,15 @@ def test_round_trip_for_init_from(trained, exported):
     assert again.config == trained.config
     states, noise, _ = block_inputs()
     assert torch.equal(ours(again, states, noise), ours(rounded(trained), states, noise))
+
+
+def test_a_drafter_to_start_from_is_checked_like_a_new_one(exported):
+    target = tiny_models.qwen3().config
+    args = TrainArgs("data", "out", "target", init_from=str(exported))
+    assert choose(args, target, Specials(96), [])[0] == tiny_models.drafter().config
+    target.eos_token_id = [2, 95]
+    with pytest.raises(JobError, match="mask_token_id: 95 is the eos token"):
+        choose(args, target, Specials(96), [])
 
 
 def test_a_published_checkpoint_in_several_files_loads(trained, exported, tmp_path):
@@ -376,19 +389,21 @@ def swap(one, other):
 
 
 GATE, UP = (f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+VALUES = "layers.1.self_attn.v_proj.weight"
 FILES = {
     "taps in another order": (
         rewritten(lambda t: t.update({"fc.weight": t["fc.weight"].roll(32, dims=1)})),
-        r"logits differ by \S+ of their largest",
+        r"fc\.weight in the file is not the drafter's",
     ),
-    "swapped": (rewritten(swap(GATE, UP)), "logits differ"),
-    "swapped layers": (rewritten(swap(GATE, GATE.replace("0", "1"))), "logits differ"),
-    "perturbed": (rewritten(lambda t: t["layers.1.self_attn.v_proj.weight"][3, 5].mul_(1.5)), "logits differ"),
-    "a norm left at one": (rewritten(lambda t: t["hidden_norm.weight"].fill_(1.25)), "logits differ"),
+    "swapped": (rewritten(swap(GATE, UP)), r"layers\.0\.mlp\.gate_proj\.weight in the file"),
+    "swapped layers": (rewritten(swap(GATE, GATE.replace("0", "1"))), r"layers\.0\.mlp\.gate_proj\.weight in the file"),
+    "perturbed": (rewritten(lambda t: t[VALUES][3, 5].mul_(1.01)), r"layers\.1\.self_attn\.v_proj\.weight in the file"),
+    "a norm of another step": (rewritten(lambda t: t["hidden_norm.weight"].fill_(1.25)), r"hidden_norm\.weight in the"),
     "8 bits": (
         rewritten(lambda t: t.update({n: w.to(torch.float8_e4m3fn).to(w.dtype) for n, w in t.items()})),
-        "logits differ",
+        "in the file is not the drafter's in bfloat16",
     ),
+    "float32": (rewritten(lambda t: t.update({n: w.float() for n, w in t.items()})), "not the drafter's in bfloat16"),
     "float16": (rewritten(lambda t: t.update({n: w.half() for n, w in t.items()})), "float16"),
     "missing tensor": (rewritten(lambda t: t.pop("norm.weight")), r"missing norm\.weight"),
     "reduced vocabulary": (rewritten(lambda t: t.update(d2t=torch.zeros(64))), "unexpected d2t"),
@@ -428,9 +443,18 @@ def test_self_check_compares_with_the_live_drafter(trained, exported):
     """Not with the tensors that the exporter took for it, nor with another step's."""
     live = tiny_models.drafter()
     with torch.no_grad():
-        live.fc.weight[:, :32] *= 1.05
-    with pytest.raises(JobError, match="logits differ"):
+        live.fc.weight[3, 7] *= 1.05
+    with pytest.raises(JobError, match=r"fc\.weight in the file is not the drafter's"):
         self_check(live, exported)
+
+
+def test_self_check_compares_what_is_drafted(written, monkeypatch):
+    """Where names and bytes are right and the reading is wrong, the logits tell."""
+    read = selfcheck.read_layout
+    monkeypatch.setattr(selfcheck, "read_layout", lambda *a: replace(read(*a), rms_norm_eps=0.5))
+    monkeypatch.setattr(selfcheck, "_meant", lambda config: {})
+    with pytest.raises(JobError, match=r"logits differ by \S+ of their largest"):
+        compare(written.path, written.reference)
 
 
 def test_weights_that_bfloat16_destroys_are_caught(tmp_path):
@@ -519,7 +543,7 @@ def test_a_failed_export_of_either_layout_ends_with_70(exported, tmp_path, monke
     monkeypatch.setattr(module, "serving_tensors", coarse)
     for layout in (ZLAB, SPECULATORS):
         code, words = call(layout, layout)
-        assert code == 70 and "logits differ by" in words
+        assert code == 70 and "in the file is not the drafter's in bfloat16" in words
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
 
 
@@ -597,3 +621,26 @@ def test_the_verb(exported, tmp_path):
     assert refused.stderr == "error: the speculators layout stores its target\nhint: give --target\n"
     assert call(*ExportArgs(checkpoint="nowhere", out="o").to_argv()).returncode == Exit.CONFIG
     assert call("--contract=2", "--checkpoint=c", "--out=o").returncode == Exit.CONFIG
+
+
+def test_what_the_verb_cannot_read_or_write_is_one_line(exported, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    half = edited(exported, tmp_path)
+    (half / "provenance.json").write_text('{"step": 2')
+    for source, out, words in (
+        (exported, tmp_path / "file/out", "cannot be made in"),
+        (exported, tmp_path / "file", "holds other files than an export"),
+        (half, tmp_path / "out", "provenance.json` cannot be read"),
+    ):
+        assert main(["export", *ExportArgs(str(source), str(out)).to_argv()]) == Exit.CONFIG
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 2  # the error and its hint
+
+
+def test_speculators_layout_needs_a_target_that_its_reader_can_open(exported, tmp_path, monkeypatch, capsys):
+    """It takes embedding and head from there, and knows no GGUF."""
+    monkeypatch.setattr(module, "read_config", lambda name: tiny_models.qwen3().config)
+    (tmp_path / "t.gguf").write_bytes(b"GGUF")
+    argv = ExportArgs(str(exported), str(tmp_path / "out"), SPECULATORS, str(tmp_path / "t.gguf")).to_argv()
+    assert main(["export", *argv]) == Exit.CONFIG
+    assert "is a GGUF file" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from vocab import smollm2_dir
 
@@ -54,7 +55,7 @@ def test_the_bar(learnt):
 
 
 def test_zlab_serves_it_with_the_same_blocks(example, learnt, served, monkeypatch):
-    zlab = pytest.importorskip("dflash.model")
+    zlab = tiny.peer("dflash.model")
     monkeypatch.setattr(zlab, "_cuda_time", time.perf_counter)
     draft, info = zlab.DFlashDraftModel.from_pretrained(learnt[0], output_loading_info=True, dtype=torch.float32)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -178,18 +179,28 @@ def test_a_batch_without_an_anchor_is_zero_and_harmless() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Records of every operation its name and the shapes of what it makes, views of `known` left out."""
+    """What every operation makes: its name and shape, views of `known` left out; and how much of it lives at once.
+
+    peak: most elements alive in tensors whose last dimension is `known`'s first, each storage counted once.
+    """
 
     def __init__(self, known: Tensor) -> None:
         super().__init__()
         self.known = known.untyped_storage().data_ptr()
+        self.width = known.shape[0]
         self.made: list[tuple[str, tuple[int, ...]]] = []
+        self.wide: list[weakref.ref[Tensor]] = []
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         new = [t for t in tensors if t.untyped_storage().data_ptr() != self.known]
         self.made += [(func.overloadpacket.__name__, tuple(t.shape)) for t in new]
+        self.wide += [weakref.ref(t) for t in new if t.shape[-1:] == (self.width,)]
+        alive = [t for t in (ref() for ref in self.wide) if t is not None]
+        self.wide = [weakref.ref(t) for t in alive]
+        self.peak = max(self.peak, sum({t.untyped_storage().data_ptr(): t.numel() for t in alive}.values()))
         return out
 
 
@@ -206,6 +217,7 @@ def test_logits_live_one_chunk_at_a_time_and_only_for_rows_with_weight(objective
     logits = [(name, shape) for name, shape in watch.made if shape[-1:] == (4096,)]
     assert sum(shape[0] for name, shape in logits if name == "mm") == weighted
     assert max(math.prod(shape) for _, shape in logits) <= chunk * 4096
+    assert 4096 < watch.peak <= chunk * 4096  # one chunk is gone before the next is made
     backward = Watch(b.head)
     with backward:
         out.total.backward()

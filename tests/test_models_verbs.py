@@ -29,7 +29,7 @@ def test_a_checkpoint_that_is_not_there_is_one_clear_line(tmp_path: Path, args: 
     [
         ["eval", "c", "--target", "t"],
         ["eval", "c", "--target", "t", "--prompts", "p", "-n", "-1"],
-        ["eval", "c", "--target", "t", "--prompts", "p", "--max-new-tokens", "0"],
+        ["eval", "c", "--target", "t", "--prompts", "p", "--max-new-tokens", "1"],
         ["export", "c", "--out", "o", "--format", "gguf"],
     ],
 )

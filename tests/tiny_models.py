@@ -45,30 +45,30 @@ HYBRID: dict[str, Any] = SHAPE | {
 }
 
 
-def _seeded(build: Callable[[], Any]) -> Any:
+def seeded(build: Callable[[], Any]) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build().float().eval()
 
 
 def qwen3() -> Any:
-    return _seeded(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE)))
+    return seeded(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE)))
 
 
 def llama() -> Any:
-    return _seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)))
+    return seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)))
 
 
 def qwen35() -> Any:
     """Hybrid: GatedDeltaNet layers, whose state cannot be rolled back, and gated full attention."""
-    return _seeded(lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**HYBRID)))
+    return seeded(lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**HYBRID)))
 
 
 def nested_qwen35() -> Any:
     """The same language model inside a vision-language one, as Qwen3.5 and 3.6 are published."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = hf.Qwen3_5Config(text_config=HYBRID, vision_config=vision, tie_word_embeddings=False)
-    return _seeded(lambda: hf.Qwen3_5ForConditionalGeneration(config))
+    return seeded(lambda: hf.Qwen3_5ForConditionalGeneration(config))
 
 
 def saved(build: Callable[[], Any], folder: Path) -> Path:

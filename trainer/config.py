@@ -354,12 +354,16 @@ def derive(
     else:
         choose("mask_token_id", *default_mask_id(family, values["vocab_size"], specials, used))
     config = DrafterConfig.build(values)
-    _check_mask(config.mask_token_id, text, specials)
+    check_mask(config.mask_token_id, target, specials)
     return Choice(config, {name: origin[name] for name in known})
 
 
-def _check_mask(mask: int, text: Mapping[str, Any], specials: Specials) -> None:
-    """Refuse a mask token that text uses: its embedding would mean two things."""
+def check_mask(mask: int, target: Mapping[str, Any], specials: Specials) -> None:
+    """Raises JobError(78) for a mask token that text uses: its embedding would mean two things.
+
+    target: config.json, a vision-language one with its nested `text_config`.
+    """
+    text: Mapping[str, Any] = target.get("text_config") or target
     roles = {role: set(ids) for role, ids in specials.named.items()}
     for role in ("pad", "eos", "bos"):
         told = text.get(f"{role}_token_id")

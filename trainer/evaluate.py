@@ -71,7 +71,10 @@ class Evaluation:
 def evaluate(
     drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, stops: frozenset[int]
 ) -> Evaluation:
-    """Decode every prompt twice: in blocks with the drafter, and one token at a time without it."""
+    """Decode every prompt twice: in blocks with the drafter, and one token at a time without it.
+
+    A reply that ends with its first token, which is the prefill's, has no block; such prompts are counted on stderr.
+    """
     accepted, lossless, replies = [], [], []
     said = time.monotonic()
     for number, prompt in enumerate(prompts, 1):
@@ -94,6 +97,8 @@ def evaluate(
         if time.monotonic() - said >= QUIET:
             said = time.monotonic()
             print(f"{number} of {len(prompts)} prompts", file=sys.stderr)
+    if not all(accepted):
+        print(f"{accepted.count([])} of {len(prompts)} replies end with their first token: no block", file=sys.stderr)
     return Evaluation(accepted, lossless, replies, drafter.config.block_size)
 
 
@@ -135,7 +140,9 @@ def prompt_pieces(row: object, renderer: chat.Renderer) -> list[chat.Piece]:
         if not rows:
             raise rejects[0][1]
         return rows[0].pieces[:1]
-    turn = min(index for index, reply in conversation.replies.items() if reply.weight > 0)
+    turn = min((index for index, reply in conversation.replies.items() if reply.weight > 0), default=None)
+    if turn is None:
+        raise Reject("no_supervised_tokens", "every reply has weight 0")
     given = conversation.replies[turn].prompt_token_ids
     if given is not None:
         return [chat.Piece("", given, chat.IDS, False)]
@@ -143,26 +150,30 @@ def prompt_pieces(row: object, renderer: chat.Renderer) -> list[chat.Piece]:
     return [chat.Piece(text, None, chat.PROMPT, False)]
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a JSONL file that are not blank; plain, gzip or zstd."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of the lines of a JSONL file that are not blank; plain, gzip or zstd."""
     try:
         with path.open("rb") as file:
             for chunk in LineReader(iter(lambda: file.read(1 << 20), b""), str(path)):
-                for _, raw in chunk.numbered():
-                    yield raw
+                yield from chunk.numbered()
     except OSError as error:
         raise JobError(Exit.CONFIG, f"prompts `{path}`: {error.strerror}", "name a JSONL file") from error
+    except JobError as error:
+        raise JobError(error.code, error.message, error.hint.partition(", or leave it out")[0]) from None  # no run here
 
 
 def read_prompts(path: Path, tokenizer_dir: Path, limit: int) -> list[list[int]]:
-    """Token ids of the first `limit` prompts (0: all) of a JSONL file; rows that hold none are counted on stderr.
+    """Token ids of the first `limit` prompts (0: all) of a JSONL file.
+
+    Rows that hold none are counted on stderr by reason, with the line of the first.
 
     Raises JobError: 65 not one prompt, or no JSON lines; 78 no such file, no chat template.
     """
     renderer, encoder = chat.Renderer.load(tokenizer_dir), Encoder.load(tokenizer_dir, 0)
     prompts: list[list[int]] = []
     skipped: Counter[str] = Counter()
-    for raw in _lines(path):
+    first: dict[str, int] = {}
+    for number, raw in _lines(path):
         if limit and len(prompts) == limit:
             break
         try:
@@ -173,8 +184,9 @@ def read_prompts(path: Path, tokenizer_dir: Path, limit: int) -> list[list[int]]
             prompts.append(encoded.ids.tolist())
         except Reject as reject:
             skipped[reject.reason] += 1
+            first.setdefault(reject.reason, number)
     if skipped:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(skipped.items()))
+        reasons = ", ".join(f"{reason} {count} (line {first[reason]})" for reason, count in sorted(skipped.items()))
         print(f"skipped {skipped.total()} rows of `{path}`: {reasons}", file=sys.stderr)
     if not prompts:
         raise JobError(Exit.DATA, f"`{path}` holds no prompt", "rows need messages or a prompt, as for tokenize")
@@ -189,7 +201,7 @@ def check_pair(config: DrafterConfig, target: Any) -> None:
         ("num_target_layers", "num_hidden_layers"),
         ("vocab_size", "vocab_size"),
     ):
-        drafted, found = getattr(config, ours), getattr(text, theirs)
+        drafted, found = getattr(config, ours), getattr(text, theirs, None)
         if drafted != found:
             raise JobError(
                 Exit.CONFIG,
@@ -210,6 +222,12 @@ def stop_tokens(target: Target, tokenizer_dir: Path) -> frozenset[int]:
 
 def run(args: EvalArgs) -> None:
     """The verb `eval`: one JSON object on stdout."""
+    from transformers.utils.logging import disable_progress_bar
+
+    if args.max_new_tokens < 2:
+        raise JobError(Exit.USAGE, f"--max-new-tokens {args.max_new_tokens} leaves nothing to draft", "give at least 2")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     checkpoint = Path(args.checkpoint)

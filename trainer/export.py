@@ -124,8 +124,13 @@ def _write(
 
     if out.exists() and (not out.is_dir() or {entry.name for entry in out.iterdir()} - OURS):
         raise JobError(Exit.CONFIG, f"`{out}` holds other files than an export", "name a new directory")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise JobError(
+            Exit.CONFIG, f"`{out}` cannot be made in `{out.parent}`: {error.strerror}", "name another directory"
+        ) from error
     try:
         fresh.chmod(0o755)
         save_file(serving_tensors(drafter), fresh / WEIGHTS, metadata={"format": "pt"})
@@ -174,7 +179,7 @@ def write_speculators(
             f"target `{target}` is a GGUF file, which speculators cannot take embedding and head from",
             "name the target's safetensors directory, or export z-lab's layout",
         )
-    depth = int(found.get_text_config(decoder=True).num_hidden_layers)
+    depth = getattr(found.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth != config.num_target_layers:
         raise JobError(
             Exit.CONFIG,
@@ -186,12 +191,19 @@ def write_speculators(
     _write(out, written, drafter, provenance, SPECULATORS, name)
 
 
+def _story(path: Path) -> dict[str, Any] | None:
+    """A checkpoint's provenance, where it has one."""
+    try:
+        return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else None
+    except (OSError, ValueError, TypeError) as error:
+        raise JobError(Exit.CONFIG, f"`{path}` cannot be read: {error}", "restore it, or remove it") from error
+
+
 def run(args: ExportArgs) -> None:
     """The verb `export`: a checkpoint to a directory to serve, its provenance carried along."""
     source, out = Path(args.checkpoint), Path(args.out)
     drafter = load_drafter(source)
-    story = source / PROVENANCE
-    provenance = json.loads(story.read_text("utf-8")) if story.is_file() else None
+    provenance = _story(source / PROVENANCE)
     if args.format == ZLAB:
         write_zlab(drafter, out, provenance)
     elif args.format != SPECULATORS:

@@ -21,7 +21,7 @@ from tokenizer.job import Exit, JobError
 from tokenizer.store import Options, open_store, parse_uri
 from trainer.cache import local_shards, read_record
 from trainer.checkpoint import META, find
-from trainer.config import DrafterConfig, Specials, derive
+from trainer.config import DrafterConfig, Specials, check_mask, derive
 from trainer.data import Dataset, Index, Schedule
 from trainer.evaluate import check_pair, tokenizer_files
 from trainer.export import read_drafter_config
@@ -170,6 +170,7 @@ def choose(args: TrainArgs, target: Any, specials: Specials, used: list[int]) ->
     if args.init_from:
         config = read_drafter_config(Path(args.init_from))
         check_pair(config, target)
+        check_mask(config.mask_token_id, target.to_dict(), specials)
         return config, {"all": f"of {args.init_from}"}
     chosen = {
         "num_hidden_layers": args.layers,

@@ -7,14 +7,15 @@ new interpreter reads its files alone, three ways:
 - every place of config.json that some engine reads, and not only those that our own reader prefers, holds what the
   drafter means;
 - transformers makes of it, as engines do, the drafter's shape, window and rotary;
-- our reader of the layout and the tensors draft what the drafter in memory drafts once rounded to bfloat16, which in
-  turn stays near what it drafts unrounded.
+- every tensor is the drafter's, rounded to bfloat16, bit for bit, and with our reader of the layout they draft what the
+  drafter in memory drafts once rounded, which in turn stays near what it drafts unrounded.
 
 Either layout is checked so, with neither z-lab's package nor speculators installed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -69,6 +70,12 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def _digest(tensor: Tensor) -> str:
+    """Of its dtype and bytes."""
+    data = tensor.contiguous().view(torch.uint8).numpy().data
+    return f"{tensor.dtype} {hashlib.sha256(data).hexdigest()}"
+
+
 def record(drafter: Drafter, reference: Path, layout: str = ZLAB, verifier: str = "") -> None:
     """Write what the live drafter means and computes, for `compare`.
 
@@ -76,7 +83,8 @@ def record(drafter: Drafter, reference: Path, layout: str = ZLAB, verifier: str 
     """
     config, problem = drafter.config, _problem(drafter.config)
     live = plain_names(drafter.state_dict())
-    logits = _logits({name: tensor.to(torch.bfloat16) for name, tensor in live.items()}, config, problem)
+    rounded = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in live.items()}
+    logits = _logits(rounded, config, problem)
     if any(tensor.dtype != torch.bfloat16 for tensor in live.values()):
         lost = _difference(logits, _logits(live, config, problem))
         if not lost <= ROUNDING:
@@ -86,7 +94,8 @@ def record(drafter: Drafter, reference: Path, layout: str = ZLAB, verifier: str 
                 "its weights do not survive the rounding that every engine serves with",
             )
     cos, sin = rotary(problem["positions"], config, torch.float32)
-    meaning = {"config": asdict(config), "layout": layout, "verifier": verifier}
+    digests = {name: _digest(tensor) for name, tensor in rounded.items()}
+    meaning = {"config": asdict(config), "layout": layout, "verifier": verifier, "digests": digests}
     known = problem | {"logits": logits, "cos": cos[0], "sin": sin[0]}
     save_file(known, reference, metadata={"meaning": json.dumps(meaning)})
 
@@ -131,6 +140,9 @@ def compare(export: Path, reference: Path) -> None:
         _check_transformers(data if layout == ZLAB else data["transformer_layer_config"], live, known)
         tensors = read_tensors(export)
         check_tensors(tensors, served, str(export))
+        for name, tensor in tensors.items():
+            if _digest(tensor) != meaning["digests"][name]:
+                raise JobError(Exit.SELF_CHECK, f"{name} in the file is not the drafter's in bfloat16")
     except JobError as error:
         raise JobError(Exit.SELF_CHECK, error.message, error.hint) from error
     _near("logits", _logits(tensors, served, known), known["logits"])

@@ -35,7 +35,7 @@ def add(app: typer.Typer) -> None:
         from trainer.job import EvalArgs
 
         _at_least("-n", number, 0)
-        _at_least("--max-new-tokens", max_new_tokens, 1)
+        _at_least("--max-new-tokens", max_new_tokens, 2)  # the first token is the prefill's
         code, text = _child(
             "eval", EvalArgs(checkpoint, target, prompts, number, max_new_tokens).to_argv(), capture=True
         )
