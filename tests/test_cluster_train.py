@@ -151,14 +151,21 @@ def place(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 class Told:
-    """What was seen of two trainings: one left alone, one that met everything."""
+    """What was seen of a training: one was left alone, one met everything."""
 
-    done: Any
+    run: str
+    done: tuple[str, str]
+    watched: tuple[str, str, int]
     seen: Any
     block: Any
     logs: dict[str, Any]
-    run: str
     drained: dict[str, Any]
+    wide: dict[str, Any]
+    killed: list[dict[str, Any]]
+    third: list[dict[str, Any]]
+    stopped: Any
+    saved: int
+    resumed: Any
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +183,13 @@ def undisturbed(place: Place) -> Told:
     place.running(run)
     told.seen = place.ctl("status", run, "-o", "json")
     told.block = place.ctl("status", run)
+    watching, env = place.site.command("status", run, "-w")
+    watch = subprocess.Popen(watching, cwd=place.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     told.logs = {role: place.ctl("logs", run, "--role", role) for role in ("target", "drafter", "supervisor")}
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     told.done = (out, err)
+    told.watched = (*watch.communicate(timeout=900), watch.returncode)
     return told
 
 
@@ -212,6 +222,12 @@ def test_status_tells_a_running_training(undisturbed: Told) -> None:
     assert told["eta_s"] is not None and told["target_busy"] >= 0 and told["drafter_busy"] >= 0
     lines = {line.split()[0] for line in undisturbed.block.out.splitlines() if line.split()}
     assert {"step", "loss", "speed", "busy", "ETA"} <= lines or "succeeded" in undisturbed.block.out
+
+
+def test_a_training_is_watched_to_its_end(undisturbed: Told) -> None:
+    out, err, code = undisturbed.watched
+    assert code == 0 and ["step", str(STEPS), "of", str(STEPS)] in [line.split() for line in out.splitlines()], err
+    assert "running" in err and "succeeded" in err and "\r" not in err  # whole lines where there is no terminal
 
 
 def test_logs_are_those_of_a_role(place: Place, undisturbed: Told) -> None:
