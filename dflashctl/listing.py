@@ -42,6 +42,11 @@ class Found:
     def total_bytes(self) -> int:
         return sum(o.size for o in self.objects)
 
+    def skips(self) -> str:
+        """What was skipped as one clause; empty if nothing was."""
+        what = ", ".join(f"{number} {reason}" for reason, number in sorted(self.skipped.items()))
+        return f"skipped {what}" if what else ""
+
 
 def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: Options) -> Found:
     """List every INPUT; raises PreflightError when one is not there or cannot be read.
@@ -49,7 +54,9 @@ def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: 
     out: OUT as its store spells it; what lies below it is output, not input, and is counted as `below_out`.
     """
     objects, skipped = _gather(inputs, options)
-    requests, _ = _gather(batch_inputs, options)
+    requests, more = _gather(batch_inputs, options)
+    for reason, number in more.items():
+        skipped[reason] = skipped.get(reason, 0) + number
     inputs_alone = [o for o in objects if not o.key.startswith(out.rstrip("/") + "/")]
     if len(inputs_alone) < len(objects):
         skipped["below_out"] = len(objects) - len(inputs_alone)

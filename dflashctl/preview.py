@@ -29,6 +29,10 @@ def show_rows(declaration: plans.Declaration, number: int, output: str) -> int:
     if number < 1:
         raise UsageError(f"`--preview` {number} is below 1")
     found = listing.find(declaration.inputs, declaration.batch_inputs, NO_OUT, PATIENT)
+    if skips := found.skips():
+        show.say(skips)
+    if len(found.objects) > MOST_OBJECTS:
+        show.say(f"the first {MOST_OBJECTS} of {len(found.objects)} files are looked through")
     model = resolve_model(declaration.model, PATIENT)
     requests = sorted({o.key for objects in found.batch_inputs.values() for o in objects})
     with tempfile.TemporaryDirectory(prefix="dflash-preview-") as folder:

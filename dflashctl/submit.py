@@ -107,8 +107,8 @@ def prepare(declaration: plans.Declaration, name: str | None, say: Say) -> Prepa
     out = Out(declaration.out, PATIENT)
     run = declaration.run_name(name)
     found = listing.find(declaration.inputs, declaration.batch_inputs, out.uri, PATIENT)
-    if found.skipped:
-        say("skipped " + ", ".join(f"{number} {reason}" for reason, number in found.skipped.items()))
+    if skips := found.skips():
+        say(skips)
     requests = sorted({o.key for pinned in found.batch_inputs.values() for o in pinned})
     if requests:
         say("prompts of batch outputs are taken from " + ", ".join(f"`{key}`" for key in requests))

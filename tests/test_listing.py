@@ -44,6 +44,15 @@ def test_what_was_skipped_is_counted(tmp_path: Path) -> None:
     assert found.skipped == {"empty": 1, "hidden": 1, "marker": 1, "other_format": 1, "temporary": 1}
 
 
+def test_what_is_skipped_beside_request_files_is_counted_too(tmp_path: Path) -> None:
+    output = write(tmp_path / "out.jsonl", OUTPUT)
+    write(tmp_path / "requests" / "r.jsonl", REQUEST)
+    (tmp_path / "requests" / "_SUCCESS").touch()
+    (tmp_path / "requests" / "r.jsonl.tmp").write_text("half")
+    found = find(output, batch=(str(tmp_path / "requests"),))
+    assert found.skips() == "skipped 1 marker, 1 temporary"
+
+
 def test_output_below_an_input_is_no_input(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", {"prompt": "q"})
     write(tmp_path / "out" / "rejected" / "00000.jsonl", {"object": "x"})

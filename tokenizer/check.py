@@ -6,6 +6,7 @@ a small run; any other tokenizer is loaded.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ def _whole(data: Mapping[str, Any]) -> bool:
 
 def main(argv: list[str]) -> int:
     """`python -m tokenizer check --contract N --tokenizer DIR --template-kwargs JSON`: at most two lines on stderr."""
+    gc.disable()  # it would walk a whole vocabulary several times, for a process that ends at once
     try:
         flags = parse_flags(argv, ("tokenizer", "template-kwargs"))
         warning = check(Path(flags["tokenizer"]), json.loads(flags["template-kwargs"]))
