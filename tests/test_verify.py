@@ -90,3 +90,26 @@ def test_a_file_is_no_dataset(dataset: Path, tmp_path: Path) -> None:
     for file in (dataset / "dataset.json", dataset.parent / "a.jsonl"):
         done = ctl(tmp_path, "inspect", str(file))
         assert done.code == 4 and "is a file, not a dataset" in done.err and "--preview" in done.err
+
+
+@pytest.mark.s3
+def test_on_s3_too(s3: str, dataset: Path, tmp_path: Path) -> None:
+    from tokenizer.store import open_store
+
+    store = open_store(s3)
+    for path in sorted(dataset.rglob("*")):
+        if path.is_file():
+            store.upload_file(path, f"out/{path.relative_to(dataset)}")
+    for marker in ("out/", "out"):  # a folder marker, and an object of the very name of the prefix
+        store.put_bytes(marker, b"")
+    for uri in (f"{s3}/out", f"{s3}/out/"):
+        whole = ctl(tmp_path, "inspect", uri, "-o", "json")
+        assert whole.code == 0 and whole.json()["rows"] == 40, whole.err
+    data = store.get_bytes(f"out/{SHARD}")
+    store.put_bytes(f"out/{SHARD}", data[:100] + b"?" + data[101:])
+    damaged = ctl(tmp_path, "inspect", f"{s3}/out")
+    assert damaged.code == 4 and f"`{s3}/out/{SHARD}` has another content" in damaged.err
+    store.delete(f"out/{SHARD}")
+    assert "is missing" in ctl(tmp_path, "inspect", f"{s3}/out").err
+    store.put_bytes("x.jsonl", b"{}")
+    assert "is a file, not a dataset" in ctl(tmp_path, "inspect", f"{s3}/x.jsonl").err

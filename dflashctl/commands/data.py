@@ -81,13 +81,14 @@ def _record(uri: str) -> tuple[dict[str, Any], list[str]]:
     from dflashctl.verify import damage
     from tokenizer.store import locate
 
+    out = Out(uri, QUICK)
     store, key = locate(uri, QUICK)
-    if key and store.stat(key) is not None:
+    one = bool(key) and not uri.endswith("/") and store.stat(key) is not None
+    if one and (not uri.startswith("s3://") or out.plan() is None):
         raise PreflightError(
             f"`{uri}` is a file, not a dataset",
             "name the OUT of a `dflashctl tokenize`; `tokenize FILE --preview 3` shows the rows of an input file",
         )
-    out = Out(uri, QUICK)
     record = out.dataset()
     if record is not None:
         return record, list(damage(out, record, hashes=True))
