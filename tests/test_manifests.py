@@ -37,7 +37,7 @@ def test_the_base_is_valid_and_restricted(root: Path) -> None:
 def test_the_role_allows_what_is_asked_for_and_nothing_else(root: Path) -> None:
     [role] = documents(root / "k8s" / "base" / "role.yaml")
     allowed = {r: set(rule["verbs"]) for rule in role["rules"] for r in rule["resources"]}
-    assert set(allowed) == {"jobs", "pods", "pods/log", "events", "workloads"}
+    assert set(allowed) == {"jobs", "pods", "pods/log", "events", "workloads", "localqueues/pendingworkloads"}
     assert not [verb for verbs in allowed.values() for verb in verbs if verb in ("*", "deletecollection", "escalate")]
     assert "secrets" not in allowed and allowed["pods"] <= {"get", "list", "watch"} and allowed["pods/log"] == {"get"}
 

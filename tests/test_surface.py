@@ -257,3 +257,18 @@ def test_outside_the_checkout_it_works_as_installed(how: str, wheel: Path, tmp_p
     place, _, document = done.stdout.partition("\n")
     assert place.startswith(str(wheel if how == "wheel" else ROOT))
     assert json.loads(document)["job"]["indexes"] == [0, 1]
+
+
+def test_the_same_manifest_from_a_wheel_and_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"KUBECONFIG": "none"}
+    code = "import sys; from dflashctl.__main__ import main; sys.exit(main())"
+    args = ["s3://b/in", "--out", "s3://b/out", "--model", "m", "--shards", "64", "--parallelism", "64", "--image", "i"]
+    shown = []
+    for place in (wheel, ROOT):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, "tokenize", *args, "--backend", "kube", "--dry-run"], cwd=tmp_path,
+            env={**env, "PYTHONPATH": str(place)}, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    assert shown[0] == shown[1] and b"kind: Job" in shown[0]

@@ -221,11 +221,18 @@ class KubeBackend:
             return iter(())
         plan = planned(job)
 
+        said = ""
+
         def pods() -> tuple[list[tuple[int, Object]], bool]:
+            nonlocal said
             newest, found = self._objects(run)
-            ended = newest is None or fold(newest, found).ended
+            seen = fold(newest, found)
+            words = f"run {run} is {seen.state}" + (f": {seen.reason}" if seen.reason else "")
+            if follow and words != said and seen.state in ("queued", "pending", "stuck", "suspended"):
+                show.say(f"{words}; its logs are waited for")
+            said = words
             chosen = [(plan[pod_index(p)], p) for p in found]
-            return [(i, p) for i, p in chosen if indexes is None or i in indexes], ended
+            return [(i, p) for i, p in chosen if indexes is None or i in indexes], seen.ended
 
         return LogReader(self.api, self._pods, pods).read(previous=previous, follow=follow)
 
