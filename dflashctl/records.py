@@ -17,12 +17,15 @@ from dflashctl.errors import ApiError, PreflightError, TakenError, UsageError
 from dflashctl.model import Model
 from tokenizer.job import (
     COMMITS_DIR,
+    CONTRACT,
     DATASET,
     LOGS_DIR,
     PLAN,
     REFUSED,
     RUNS_DIR,
     TOKENIZER_DIR,
+    Exit,
+    JobError,
     Plan,
     RunRecord,
     commit_name,
@@ -66,12 +69,12 @@ class Out:
         return in_order(RunRecord.from_json(data) for data in self._read_all(keys).values())
 
     def dataset(self) -> dict[str, Any] | None:
-        """dataset.json: its presence is completeness."""
-        return self._json(DATASET)
+        """dataset.json: its presence is completeness. JobError for what is no record of this contract version."""
+        return self._record(DATASET)
 
     def refused(self) -> dict[str, Any] | None:
-        """refused.json of the newest refusal."""
-        return self._json(REFUSED)
+        """refused.json of the newest refusal; raises as `dataset` does."""
+        return self._record(REFUSED)
 
     def committed(self) -> set[int]:
         """Indexes that have a commit record."""
@@ -155,6 +158,18 @@ class Out:
             return self.store.get_bytes(key)
         except NotFound:
             return None
+
+    def _record(self, key: str) -> dict[str, Any] | None:
+        value = self._json(key)
+        if value is None or value.get("contract") == CONTRACT:
+            return value
+        version = value.get("contract")
+        what = "is not a record of this tool" if version is None else f"has contract version {version}"
+        raise JobError(
+            Exit.CONFIG,
+            f"`{self.store.uri(key)}` {what}, expected {CONTRACT}",
+            "use the release that wrote this dataset",
+        )
 
     def _json(self, key: str) -> dict[str, Any] | None:
         data = self._read(key)

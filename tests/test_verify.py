@@ -86,6 +86,15 @@ def test_doctor_looks_at_out_too(dataset: Path, tmp_path: Path) -> None:
     assert done.code == 4 and check["state"] == "failed" and SHARD in check["detail"]
 
 
+@pytest.mark.parametrize(("text", "words"), [("{}", "is not a record"), ('{"contract": 2}', "contract version 2")])
+def test_a_record_of_something_else_is_refused_by_name(dataset: Path, tmp_path: Path, text: str, words: str) -> None:
+    shutil.copytree(dataset, tmp_path / "out")
+    (tmp_path / "out" / "dataset.json").write_text(text)
+    for verb in ("inspect", "status"):
+        done = ctl(tmp_path, verb, "./out")
+        assert done.code == 4 and "out/dataset.json`" in done.err and words in done.err, done.err
+
+
 def test_a_file_is_no_dataset(dataset: Path, tmp_path: Path) -> None:
     for file in (dataset / "dataset.json", dataset.parent / "a.jsonl"):
         done = ctl(tmp_path, "inspect", str(file))
