@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_fixtures import ctl
+from double.api import Double
+from served import Typed, a_job, a_pod, put, standing
 
 from dflashctl.backends import podlogs
 from dflashctl.backends.kube import Refused
@@ -166,6 +170,29 @@ def test_a_log_that_breaks_off_again_and_again_fails_at_the_end_and_the_others_a
         for line in lines:
             seen.append(line.text)
     assert seen == ["a", "b"]
+
+
+def test_pods_that_do_not_exist_yet(tmp_path: Path) -> None:
+    with standing(Double(tmp_path, namespace="default")) as double:
+        job = a_job("run", str(tmp_path / "out"), 2)
+        put(double, "jobs", job)
+        kube = {"KUBECONFIG": str(double.kubeconfig), "DFLASH_BACKEND": "kube"}
+        for pods in ([], [a_pod(job, 0, "Pending")]):
+            for one in pods:
+                put(double, "pods", one)
+            for flags in ([], ["-f"], ["--index", "0"]):
+                early = ctl(tmp_path, "logs", "run", "--no-wait", *flags, **kube)
+                assert early.code == 3 and "run `run` is pending; nothing of it has started" in early.err
+        following = Typed(tmp_path, "logs", "run", "-f", KUBECONFIG=str(double.kubeconfig))
+        following.says("run run is pending; its logs are waited for")
+        text = "2026-01-01T00:00:01.000000000Z first words\n"
+        (tmp_path / "log").write_text(text)
+        double.kubelet.logs["run-0-abcde"] = tmp_path / "log"
+        put(double, "pods", a_pod(job, 0))
+        following.says("[0] first words")
+        put(double, "pods", a_pod(job, 0, "Failed"))
+        put(double, "jobs", {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "reason": "x"}]}})
+        assert following.end() == 0 and following.out == "[0] first words\n"
 
 
 def test_each_does_not_wait_for_one_that_hangs() -> None:

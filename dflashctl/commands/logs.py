@@ -58,6 +58,9 @@ def add(app: typer.Typer) -> None:
         if failed:
             broken = set(look(backend, known, out)[0].failed)
             indexes = sorted(broken if indexes is None else broken & set(indexes))
+        if no_wait and follow_:
+            snapshot = backend.snapshot(known.run)
+            follow_ = snapshot is not None and any(i.state not in ("pending", "stuck") for i in snapshot.indexes)
         alone = known.kind == "train" or (indexes is not None and len(indexes) == 1)
         some = shown = False
         as_object = session.output in ("json", "yaml")
