@@ -61,6 +61,8 @@ def metrics_steps(out):
 
 def test_a_training_ends_with_everything_that_serving_needs(straight, data):
     assert (straight / "latest").read_text() == f"step-{STEPS:06d}\n"
+    for path in [*straight.glob("export*/*"), *straight.glob("checkpoints/*/*")]:
+        assert path.stat().st_mode & 0o444 == 0o444, path  # whoever serves it is another user
     for name in ("export", "export-speculators"):
         assert {path.name for path in (straight / name).iterdir()} == {
             "config.json",
@@ -237,6 +239,7 @@ def test_a_dead_rank_is_named_at_once(data, tmp_path):
     target = next(iter(sorted(run.ranks())))
     os.kill(target, signal.SIGKILL)
     assert run.wait(30) == 71
+    assert "Traceback" not in run.text() and "[drafter:0] a rank that this one needs is gone" in run.text()
     assert last(run)["message"] == "target:0 was killed by SIGKILL"
     assert "memory" in last(run)["hint"]
 

@@ -81,6 +81,7 @@ class Forked:
                 descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))  # not pytest's
                 os.environ["TERMINATION_LOG"] = str(log.with_suffix(".end"))
                 code = Supervisor(told).run()
             except BaseException:

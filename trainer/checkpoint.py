@@ -81,8 +81,10 @@ def write(folder: Path, snapshot: Snapshot, config: DrafterConfig, identity: Map
             "files": files,
         }
         (fresh / META).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n", "utf-8")
-        for path in (*fresh.iterdir(), fresh):
+        for path in fresh.iterdir():
+            path.chmod(0o644)  # safetensors makes files that no other user may serve
             _sync(path)
+        _sync(fresh)
         if place.exists():
             shutil.rmtree(place)  # of a resume that passed it over
         fresh.rename(place)

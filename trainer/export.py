@@ -138,6 +138,7 @@ def _write(
         if provenance is not None:
             (fresh / PROVENANCE).write_text(json.dumps(provenance, indent=2, sort_keys=True) + "\n", "utf-8")
         for entry in fresh.iterdir():
+            entry.chmod(0o644)  # safetensors makes files that no other user may serve
             with entry.open("rb") as file:
                 os.fsync(file.fileno())
         self_check(drafter, fresh, layout, verifier)

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -52,6 +53,7 @@ STEPS = 20  # a step may last so many times the median step
 LINGER = 1.0  # seconds after a death in which others that it takes along are waited for
 TICK = 0.1
 PARENT_DIED = 1  # PR_SET_PDEATHSIG
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")  # of gloo and NCCL
 KNOWN = frozenset(Exit) - {Exit.OK, Exit.SIGTERM}
 
 
@@ -182,7 +184,10 @@ class Supervisor:
                 message = f"the disk is full: {getattr(error, 'filename', None) or error}"
                 tell({"event": "error", "exit": int(Exit.DISK_FULL), "message": message, "hint": "free space"})
                 return int(Exit.DISK_FULL)
-            traceback.print_exc()
+            if LOST_PEER.search(str(error)):
+                print("a rank that this one needs is gone")
+            else:
+                traceback.print_exc()
         return int(Exit.RANK_DIED)
 
     def pump(self, timeout: float) -> None:
