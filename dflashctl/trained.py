@@ -111,7 +111,7 @@ def known_of(out: Out, known: list[Known]) -> Known | None:
         if run.kind == "train" and run.out == out.uri:
             return run
     job = read_json(out, JOB)
-    if job:
+    if {"run", "created"} <= job.keys():
         name = str((job.get("job") or {}).get("job") or job["run"])
         return Known(job["run"], "train", out.uri, name, float(job["created"]), home_of(job))
     return Known(out.uri, "train", out.uri, "", 0.0) if "identity" in read_json(out, RUN) else None

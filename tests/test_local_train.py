@@ -15,7 +15,7 @@ from dflashctl.training import submission
 from trainer.job import TrainArgs
 
 
-def until(happened, seconds=120):
+def until(happened, seconds=300):
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline

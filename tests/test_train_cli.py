@@ -339,7 +339,7 @@ def test_a_training_is_stopped_explained_and_resumed_from_elsewhere(data: Path, 
         return ctl(elsewhere, "status", "../out", "-o", "json").json()
 
     def until(happened: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 300
         while not happened(seen := now()):
             assert time.monotonic() < deadline and seen["state"] in ("pending", "running"), seen
             time.sleep(0.5)
@@ -365,6 +365,9 @@ def test_a_training_is_stopped_explained_and_resumed_from_elsewhere(data: Path, 
     assert "goes on after step" in ctl(elsewhere, "logs", "../out").out
     removed = ctl(elsewhere, "rm", "../out")
     assert removed.code == 0 and not list((cwd / ".dflash/runs").iterdir()) and (tmp_path / "out/latest").exists()
+    [cause] = ctl(elsewhere, "why", "../out", "-o", "json").json()["causes"]
+    assert cause["kind"] == "Deleted" and "resume" in cause["remedy"]
+    assert now()["training"]["saved_step"] > reached  # what OUT says is left
 
 
 def test_doctor_says_what_would_stop_a_training(data: Path, tmp_path: Path) -> None:

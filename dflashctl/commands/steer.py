@@ -38,7 +38,8 @@ def add(app: typer.Typer) -> None:
 
         backend, known, out = opened(session, run)
         now, facts = look(backend, known, out)
-        causes = [*_of_out(now.state, now.reason, known.run), *backend.why(known.run)]
+        causes = backend.why(known.run)
+        causes = [*_of_out(now.state, now.reason, known.run, bool(causes)), *causes]
         if now.state == "succeeded":
             causes = []
         document: dict[str, Any] = {
@@ -114,11 +115,13 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-def _of_out(state: str, reason: str, run: str) -> list[Cause]:
-    """What no pod can tell: the dataset was refused by its gate."""
+def _of_out(state: str, reason: str, run: str, told: bool) -> list[Cause]:
+    """What no pod can tell: the gate refused the dataset, or (unless that was told) no Job of the run is known."""
     from dflashctl.runs import after_refusal
     from dflashctl.why import Cause
 
+    if state == "deleted" and not told:
+        return [Cause("Deleted", reason, f"`dflashctl resume {run}` goes on with what OUT holds", 100)]
     if state != "refused":
         return []
     return [Cause("Refused", reason, after_refusal(reason), 100)]
