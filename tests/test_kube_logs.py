@@ -106,6 +106,7 @@ def test_a_log_that_cannot_be_opened_yet(status: int) -> None:
 
 def test_an_end_without_a_newline_counts_when_the_pod_is_dead() -> None:
     assert Script(p=[[A, ends("p"), C[:-1]], [A, C[:-1]]]).read() == [(0, "a"), (0, "c")]
+    assert Script(p=[[A, ends("p"), C[:-1]], [A]]).read() == [(0, "a"), (0, "c")]  # the file was rotated meanwhile
     gone = Script(p=[[A, lambda s: s.pods.clear(), C[:-1]], [Refused(404, "NotFound", "gone")]])
     assert gone.read() == [(0, "a"), (0, "c")]
 

@@ -231,6 +231,7 @@ class LogReader:
                     patient = reading.heard + PATIENCE_S
                     yield _text(text)
                 if not follow:
+                    yield from _newer(tail, reading.last)
                     return
                 # a stream also ends at a rotation: what a dead pod wrote after that is read once more
                 follow = not self._gone_or_done(reading.pod)
@@ -242,8 +243,7 @@ class LogReader:
                     raise ApiError(f"the log stream of {reading.pod} broke off", "ask again") from None
             except Refused as error:
                 if error.status == 404:  # deleted: what it could write stands in OUT/logs
-                    if tail:
-                        yield _text(tail.partition(b" ")[2])
+                    yield from _newer(tail, reading.last)
                     return
                 if error.status == 400:  # no container yet, or never
                     if not follow or self._gone_or_done(reading.pod):
@@ -266,6 +266,13 @@ def _rest(told: queue.Queue[Told]) -> Iterator[LogLine]:
             item = told.get_nowait()
             if isinstance(item, LogLine):
                 yield item
+
+
+def _newer(tail: bytes, last: bytes) -> Iterator[str]:
+    """The line without a newline that was kept back, unless it was read whole since."""
+    stamp, _, text = tail.partition(b" ")
+    if tail and moment(stamp) > moment(last):
+        yield _text(text)
 
 
 def _reading(index: int, pod: Object) -> Reading:
