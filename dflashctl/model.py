@@ -25,7 +25,7 @@ from tokenizer.job import CONTRACT, TOKENIZER_FILES
 from tokenizer.store import NotFound, Options, StoreError, open_store
 
 TEMPLATE, TOKENIZER, CONFIG = TOKENIZER_FILES
-CHECK_NEEDS = ("numpy", "orjson", "jinja2", "tokenizers", "fastokens")
+CHECK_NEEDS = ("numpy", "orjson", "jinja2", "tokenizers")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _NAMED = "additional_chat_templates"
 _SOURCES = (TOKENIZER, CONFIG, TEMPLATE, "chat_template.json")
