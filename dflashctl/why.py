@@ -159,7 +159,7 @@ def _job_causes(job: Object, pods: Sequence[Object], events: Sequence[Object], w
     if ended:
         reason, message = str(ended.get("reason") or ""), str(ended.get("message") or "")
         if reason == "PodFailurePolicy":
-            causes.append(_policy(message))
+            causes.append(_policy(message, job))
         else:
             remedy, weight = _JOB_REASONS.get(reason, ("read the message, then `dflashctl resume`", 40))
             causes.append(Cause(reason, message, remedy, weight))
@@ -202,19 +202,27 @@ def _kueue(queue: str, workload: Object | None) -> Cause:
     )
 
 
-def _policy(message: str) -> Cause:
-    """`Container c for pod ns/name-3-x failed with exit code 42 matching FailJob rule at index 0`."""
+def _policy(message: str, job: Object) -> Cause:
+    """`Container c for pod ns/name-3-x failed with exit code 42 matching FailJob rule at index 0`; only the pods of an
+    Indexed Job bear their index.
+    """
     found = re.search(r"exit code (\d+) matching \w+ rule at index (\d+)", message)
-    code = int(found.group(1)) if found else None
-    meaning, remedy = EXIT_CODES.get(code or 0, ("", "read `dflashctl logs --failed`"))
-    index = re.search(r"pod \S+?-(\d+)-\w+ failed", message)
+    words, remedy = meaning(int(found.group(1)) if found else None, _kind(job))
+    indexed = (job.get("spec") or {}).get("completionMode") == "Indexed"
+    index = re.search(r"pod \S+?-(\d+)-\w+ failed", message) if indexed else None
     return Cause(
         "PodFailurePolicy",
-        f"{message}{': ' + meaning if meaning else ''}",
+        f"{message}{': ' + words if words else ''}",
         remedy,
         75,
         (int(index.group(1)),) if index else (),
     )
+
+
+def _kind(obj: Object) -> str:
+    """Whether a Job or a pod is of `tokenize` or `train`."""
+    labels = (obj.get("metadata") or {}).get("labels") or {}
+    return str(labels.get("app.kubernetes.io/component") or "tokenize")
 
 
 def _pod_causes(pods: Sequence[Object], events: Sequence[Object], nodes: Iterable[Object], now: float) -> list[Cause]:
@@ -289,10 +297,10 @@ def _exit(pod: Object, end: Object) -> tuple[str, str, str, int]:
         )
     if reason == "StartError":
         return "StartError", str(end.get("message") or ""), "the image has no such command: use ours, by digest", 86
-    meaning, remedy = EXIT_CODES.get(code, ("", "read `dflashctl logs --failed`"))
-    if code == 137 and not meaning:
+    if code == KILLED:
         return "Killed", "killed (exit 137): by the node, a deletion or a person", "nothing, unless it repeats", 30
-    text = f"exit {code}" + (f": {meaning}" if meaning else "") + (f": {words}" if words else "")
+    known, remedy = meaning(code, _kind(pod))
+    text = f"exit {code}" + (f": {known}" if known else "") + (f": {words}" if words else "")
     return f"Exit{code}", text, remedy, 25 if code in (Exit.RETRY, Exit.SIGTERM) else 70
 
 

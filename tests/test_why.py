@@ -146,6 +146,19 @@ def test_a_failure_policy_names_rule_code_and_index():
     assert (other.message, other.indexes) == ("words", ())
 
 
+def test_a_training_has_remedies_of_its_own_and_no_index_in_its_pods_name():
+    labels = {"app.kubernetes.io/component": "train"}
+    words = "Container trainer for pod n/trn-out-12345678-abcde failed with exit code 65 matching FailJob rule at index 1"
+    training = job(completions=1, conditions=[ended("Failed", "PodFailurePolicy", words)])
+    training["spec"].pop("completionMode")
+    failed = pod(0, "Failed", containerStatuses=exited(65))
+    for obj in (training, failed):
+        obj["metadata"]["labels"] |= labels
+    causes = why(training, [failed], [event("u1", "x", "y")])
+    assert [cause.kind for cause in causes] == ["PodFailurePolicy", "Exit65"]
+    assert causes[0].indexes == () and all("inspect" in cause.remedy for cause in causes)
+
+
 def test_it_says_that_events_are_gone_and_orders_by_weight():
     failed = job(conditions=[ended("Failed", "BackoffLimitExceeded", "limit")])
     seen = why(failed, [pod(0, "Failed", containerStatuses=exited(137, "OOMKilled"))])
