@@ -187,6 +187,7 @@ def planned(
 
 def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend, say: Say) -> Started:
     """Do what has no commit of the declared dataset; raises TakenError where OUT or the name is another's."""
+    declared(declaration, name, backend)  # what cannot be is refused before anybody is asked
     prepared = prepare(declaration, name, say)
     run, out = prepared.run, prepared.out
     for other in backend.runs():
@@ -257,7 +258,7 @@ def resume(
             for key in [skip_key(text, pinned, ()) for text in skip]:
                 if key not in done:
                     say(f"warning: `--skip-file {key}` is not applied: the dataset is complete, and the file is in it")
-            tell_late(pinned, range(len(plan.batches)), done, "the dataset is complete", say)
+            tell_late(pinned, done, "the dataset is complete", say)
             return Started(known, out, "unchanged")
         snapshot = backend.snapshot(known.run)
         if snapshot is not None and snapshot.state in LIVE:
@@ -271,7 +272,7 @@ def resume(
         for obj in repinned:
             say(f"`{obj.key}` has changed, it is taken as it is now")
         if not missing:  # refused: a mended file is the first thing that a user tries
-            tell_late(pinned, range(len(plan.batches)), skipped, "every index has its commit", say)
+            tell_late(pinned, skipped, "every index has its commit", say)
         place = backend.flags(flags)
         moved = flags.get("backend") != backend.name or any(flags.get(key) != value for key, value in place.items())
         unchanged = not (dropped or repinned or parallelism or workers or moved) and wanted == newest_gate(records)

@@ -119,6 +119,32 @@ def test_messages_and_quoted_headers_are_redacted(monkeypatch: pytest.MonkeyPatc
     assert redact("authorization: Bearer abc.def-ghi", []) == "authorization: Bearer [hidden]"
 
 
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--set", "spec.nope=1"], "spec.nope"),
+        (["--image", "a b"], "--image"),
+        (["--name", "Not_a_name"], "--name"),
+        (["--parallelism", "0"], "--parallelism"),
+        (["--env", f"HF_TOKEN={MARKER}"], "HF_TOKEN"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run=server"]], ids=["run", "server"])
+def test_what_cannot_be_is_refused_before_anything_is_sent(
+    flags: list[str], dry: list[str], field: str, cwd: Path
+) -> None:
+    with silent() as server:
+        write_kubeconfig(cwd / "kubeconfig", server.port)
+        s3 = {
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{server.port}",
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+        }
+        refused = typed(cwd, "tokenize", "s3://b/in", "--out", "s3://b/out", *flags, *dry, **s3)
+        assert refused.code == 2 and field in refused.err, refused.err
+        assert not server.asked.is_set()
+
+
 def test_no_argv_of_a_child_holds_it(cwd: Path) -> None:
     """What other users of this machine can read of a command that waits."""
     from served import Typed

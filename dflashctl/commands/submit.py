@@ -217,9 +217,8 @@ def _dry_run(session: Session, declaration: Declaration, name: str | None, backe
     from dflashctl import submit
     from dflashctl.backends.cluster import warn_of_tag
 
-    if side == "client" and declaration.shards is not None:
-        document = submit.declared(declaration, name, backend)
-    else:
+    document = submit.declared(declaration, name, backend)
+    if side == "server" or declaration.shards is None:
         prepared = submit.prepare(declaration, name, show.say)
         document = submit.planned(prepared, declaration, backend, ask_server=side == "server")
     if backend.name == "kube" and side == "client":
