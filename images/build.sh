@@ -46,9 +46,13 @@ for image in "$@"; do
     [ "$image" != trainer ] || variant=gpu
     tag=${REGISTRY:-localhost}/dflash-$image:$version
     # shellcheck disable=SC2086 # $lent and $secrets are lists of words
-    "$TOOL" $command --network host $lent $secrets -f "images/$file.Containerfile" -t "$tag" --build-arg BASE="$base" \
+    if ! "$TOOL" $command --network host $lent $secrets -f "images/$file.Containerfile" -t "$tag" --build-arg BASE="$base" \
         --build-arg VARIANT="$variant" --build-arg VERSION="$version" --build-arg REVISION="$revision" \
         --build-arg TORCH="$TORCH" --build-arg FLASH_LINEAR_ATTENTION="$FLASH_LINEAR_ATTENTION" --build-arg CAUSAL_CONV1D="$CAUSAL_CONV1D" \
-        "$context"
+        "$context"; then
+        echo "error: dflash-$image was not built" >&2
+        [ "$image" != trainer ] || echo "hint: it needs $base (CUDA_BASE= names another); IMAGES=tokenizer leaves it out" >&2
+        exit 1
+    fi
     echo "built $tag with $TOOL" >&2
 done
