@@ -15,6 +15,7 @@ from dflashctl.commands.common import LATEST, RunRef, Session, opened, verb
 from dflashctl.errors import UsageError, redact, secrets_of
 
 if TYPE_CHECKING:
+    from dflashctl.backends.base import Known
     from dflashctl.why import Cause
 
 
@@ -39,7 +40,7 @@ def add(app: typer.Typer) -> None:
         backend, known, out = opened(session, run)
         now, facts = look(backend, known, out)
         causes = backend.why(known.run)
-        causes = [*_of_out(now.state, now.reason, known.run, bool(causes)), *causes]
+        causes = [*_of_out(now.state, now.reason, known, bool(causes)), *causes]
         if now.state == "succeeded":
             causes = []
         document: dict[str, Any] = {
@@ -115,13 +116,13 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-def _of_out(state: str, reason: str, run: str, told: bool) -> list[Cause]:
+def _of_out(state: str, reason: str, known: Known, told: bool) -> list[Cause]:
     """What no pod can tell: the gate refused the dataset, or (unless that was told) no Job of the run is known."""
     from dflashctl.runs import after_refusal
     from dflashctl.why import Cause
 
     if state == "deleted" and not told:
-        return [Cause("Deleted", reason, f"`dflashctl resume {run}` goes on with what OUT holds", 100)]
+        return [Cause("Deleted", reason, f"`dflashctl resume {known.out}` goes on with what it holds", 100)]
     if state != "refused":
         return []
     return [Cause("Refused", reason, after_refusal(reason), 100)]
