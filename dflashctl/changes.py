@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from dflashctl.errors import PreflightError, UsageError
-from dflashctl.records import PATIENT
+from dflashctl.records import PATIENT, QUICK
 from tokenizer.job import Obj, Plan
-from tokenizer.store import StoreError, locate
+from tokenizer.store import Options, StoreError, locate
 
 THREADS = 16
 TOLD = 5  # changed files that are named one by one
@@ -30,18 +30,20 @@ def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:
 def changed_objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> tuple[Obj, ...]:
     """Objects of those indexes that are not as pinned, as they are now; raises PreflightError for one that is gone."""
     ordered = _objects(plan, indexes, skipped)
-    found = _now(ordered)
+    found = _now(ordered, PATIENT)
     for obj, stat in zip(ordered, found, strict=True):
         if stat is None:
             raise PreflightError(f"input `{obj.key}` is no longer there", f"leave it out with `--skip-file {obj.key}`")
     return tuple(stat for obj, stat in zip(ordered, found, strict=True) if stat is not None and stat != obj)
 
 
-def tell_late(plan: Plan, indexes: Sequence[int], skipped: Iterable[str], why: str, say: Callable[[str], None]) -> None:
+def tell_late(plan: Plan, skipped: Iterable[str], why: str, say: Callable[[str], None]) -> None:
     """Says which inputs have changed after they were read, since nothing is read again; one that is gone may be."""
-    ordered = _objects(plan, indexes, skipped)
+    ordered = _objects(plan, range(len(plan.batches)), skipped)
     try:
-        changed = [obj.key for obj, now in zip(ordered, _now(ordered), strict=True) if now is not None and now != obj]
+        changed = [
+            obj.key for obj, now in zip(ordered, _now(ordered, QUICK), strict=True) if now is not None and now != obj
+        ]
     except PreflightError:  # an input that cannot be asked does not matter here
         return
     for key in changed[:TOLD]:
@@ -58,11 +60,11 @@ def _objects(plan: Plan, indexes: Sequence[int], skipped: Iterable[str]) -> list
     return [objects[key] for key in sorted(objects)]
 
 
-def _now(objects: Sequence[Obj]) -> list[Obj | None]:
+def _now(objects: Sequence[Obj], options: Options) -> list[Obj | None]:
     """Each object as it is now, None for one that is gone; raises PreflightError where that cannot be told."""
 
     def now(obj: Obj) -> Obj | None:
-        store, key = locate(obj.key, PATIENT)
+        store, key = locate(obj.key, options)
         try:
             stat = store.stat(key)
         except StoreError as error:
