@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 from faultproxy import FaultProxy
-from train_runs import target_dir
+from train_fixtures import random_rows, write_dataset
+from train_runs import args, target_dir
 
 from tokenizer.job import Exit, JobError
 from tokenizer.store import Store, open_store
 from trainer import fetch, hub
 from trainer.check import small
 from trainer.fetch import RECORD, local_target
+from trainer.prepare import prepare
 from trainer.target import read_config
 
 BIG = 24 << 20  # bytes of the weights: three ranged GETs
@@ -239,6 +241,21 @@ def test_refused_credentials_and_a_missing_bucket_are_78_and_a_silent_store_75(s
     with pytest.raises(JobError) as caught:
         fetched("s3://no-such-bucket/Tiny")
     assert caught.value.code == Exit.CONFIG and "no-such-bucket" in caught.value.message
+
+
+@pytest.mark.s3
+def test_an_out_of_another_training_is_refused_before_the_target_is_fetched(s3: str, volume: Path, tmp_path: Path) -> None:
+    upload(f"{s3}/Tiny", {path.name: path.read_bytes() for path in target_dir().iterdir()})
+    data = write_dataset(tmp_path / "data", random_rows(40))
+    told = Told()
+    ready = prepare(args(data, tmp_path / "out", target=f"{s3}/Tiny"), tmp_path, told.append, lambda: None)
+    assert Path(ready.target).parent == volume and any(event["event"] == "fetch" for event in told)
+    shutil.rmtree(volume)
+    told.clear()
+    with pytest.raises(JobError) as caught:
+        prepare(args(data, tmp_path / "out", target=f"{s3}/Tiny", lr=0.01), tmp_path, told.append, lambda: None)
+    assert caught.value.code == Exit.CONFIG and "lr is 0.005 there, 0.01 here" in caught.value.message
+    assert told == [] and not volume.exists()
 
 
 def test_a_path_is_left_alone(tmp_path: Path) -> None:

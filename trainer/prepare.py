@@ -28,7 +28,7 @@ from trainer.export import read_drafter_config
 from trainer.fetch import Tell, local_target
 from trainer.job import TrainArgs, parse_split
 from trainer.link import World
-from trainer.provenance import check_tokenizer, fingerprint, identity, lock, story
+from trainer.provenance import check_out, check_tokenizer, fingerprint, identity, lock, story
 from trainer.target import read_config
 
 READY, INDEX, PROVENANCE = "ready.json", "index.npz", "provenance.json"
@@ -108,6 +108,7 @@ def prepare(args: TrainArgs, work: Path, tell: Tell, beat: Callable[[], None]) -
     except ValueError as error:
         raise JobError(Exit.USAGE, str(error), "give paths, file:// or s3://") from error
     record = read_record(store, args.allow_degenerate)
+    check_out(out, args, record)  # before the target is paid for
     where = local_target(args.target, tell, lambda folder: check_tokenizer(folder, record, args.target))
     target = read_config(where)
     text = target.get_text_config(decoder=True)

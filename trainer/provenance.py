@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizer.job import Exit, JobError
-from tokenizer.store import Store
+from tokenizer.store import NotFound, Store
 from trainer.checkpoint import check_identity
 from trainer.job import TrainArgs
 from trainer.target import resolve
@@ -49,6 +49,16 @@ def fingerprint(target: str) -> str:
 def identity(args: TrainArgs, record: Mapping[str, Any], target: str) -> dict[str, Any]:
     """Everything that decides the final parameters, up to rounding. record: dataset.json. target: its fingerprint."""
     return {**args.identity(), "dataset_sha256": record["content_sha256"], "target_revision": target}
+
+
+def check_out(store: Store, args: TrainArgs, record: Mapping[str, Any]) -> None:
+    """Raises JobError(78) where OUT is of another training, as far as can be told before the target is here."""
+    try:
+        stored = json.loads(store.get_bytes(RUN))["identity"]
+    except (NotFound, ValueError, KeyError):
+        return  # `lock` looks again
+    mine = {name: value for name, value in identity(args, record, "").items() if name != "target_revision"}
+    check_identity({name: stored.get(name) for name in mine}, mine, store.root)
 
 
 def lock(store: Store, wanted: Mapping[str, Any]) -> None:
