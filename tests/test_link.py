@@ -185,7 +185,7 @@ def test_memory_is_bounded_by_the_ring(data, tmp_path):
 
     (count, sent, _), (_, taken, depth) = fork_world(world.size, body, tmp_path)
     print(f"{count} micro-batches: target {sent / size:.1f}, drafter {taken / size:.1f} of them at most")
-    assert count == 64 and depth <= ring_depth(world)
+    assert count == 2 * plan.micros_per_epoch > 60 and depth <= ring_depth(world)
     assert max(sent, taken) < 16 * size  # a quarter of what went over
 
 

@@ -35,7 +35,7 @@ WAIT = 600.0  # seconds after which a world of ranks has failed
 
 
 def random_rows(count: int, seed: int = 0, longest: int = 60) -> list[tuple[list[int], list[int]]]:
-    """Tokens and loss masks of very uneven lengths; every seventh row is of two spans."""
+    """Tokens and loss masks of very uneven lengths; every seventh row is of two spans, every 29th has no anchor."""
     draw = np.random.default_rng(seed)
     rows = []
     for number in range(count):
@@ -45,6 +45,8 @@ def random_rows(count: int, seed: int = 0, longest: int = 60) -> list[tuple[list
         mask = [0] * prompt + [1] * (length - prompt)
         if number % 7 == 0 and length > 20:
             mask[length - 6 : length - 3] = [0, 0, 0]
+        if number % 29 == 28:
+            mask = [0] * (length - 1) + [1]
         rows.append((ids, mask))
     return rows
 
