@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from vocab import ROOT, cached
+from vocab import cached
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+WORDS = (
+    "A reply goes on from its prompt, so what stands in front of it is never written a second time. Some models begin "
+    "with a word that has its space, others with a line of its own; the answer is there, then the answer is over. "
+)
 #: "prepend": a normalizer, in front of every section; "always" and "first": a Metaspace pre-tokenizer.
 FORMS = ("prepend", "always", "first")
 
@@ -49,7 +53,7 @@ def sentencepiece_dir(form: str, template: str) -> Path:
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         (directory / "chat_template.jinja").write_text(TEMPLATES[template])
 
-    return cached(f"sentencepiece-{form}-{template}-1", build)
+    return cached(f"sentencepiece-{form}-{template}-2", build)
 
 
 def _added(number: int, content: str) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def _tokenizer(form: str) -> dict[str, Any]:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=["\n"])
-    text = (ROOT / "README.md").read_text().splitlines() + ["a   b    c", "    return x", "[INST] user [/INST]"] * 40
+    text = ["a   b    c", "    return x", "[INST] user [/INST]", "the other one, the end (the), bathe"] * 40 + [WORDS]
     trained.train_from_iterator(text, trainer)
     model = json.loads(trained.to_str())["model"]
     tokens = [
