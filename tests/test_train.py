@@ -247,7 +247,7 @@ def test_a_dead_rank_is_named_at_once(data, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1], ids=["target:0", "drafter:0"])
 def test_a_silent_rank_is_named_and_ends_the_run(data, tmp_path, monkeypatch, victim, request):
     """Stopped, as a hanging driver is; the other one falls silent too, since it waits."""
-    monkeypatch.setattr(supervisor, "LIMITS", dict.fromkeys(Phase, 300.0) | {Phase.STEP: 8.0})
+    monkeypatch.setattr(supervisor, "LIMITS", dict.fromkeys(Phase, 300.0) | {Phase.STEP: 20.0})
     monkeypatch.setattr(supervisor, "STEPS", 0)
     run = Forked(args(data, tmp_path / "out", steps=10000, held_out=0.0), tmp_path / "log")
     run.until(lambda: metrics_steps(tmp_path / "out") >= 3)
