@@ -233,10 +233,14 @@ def _draw(screen: show.Screen, status: Status, pace: Speed, wide: bool, every_ch
 
 
 class Patience:
-    """When watching is over: the run has ended, is in one of `more`, or was stuck for longer than `limit` seconds."""
+    """When watching is over: the run has ended, is in one of `more`, or was stuck for longer than `limit` seconds.
 
-    def __init__(self, limit: float, more: tuple[str, ...] = ()) -> None:
+    unplaced: the limit while no node has room. Other pods end and nodes are added, so that may pass by itself.
+    """
+
+    def __init__(self, limit: float, more: tuple[str, ...] = (), unplaced: float | None = None) -> None:
         self._limit, self._ends, self._since = limit, (*ENDED, *more), 0.0
+        self._unplaced = limit if unplaced is None else unplaced
 
     def over(self, now: Status) -> bool:
         """Whether this status ends the watching."""
@@ -244,7 +248,8 @@ class Patience:
             self._since = 0.0
             return now.state in self._ends
         self._since = self._since or time.monotonic()
-        return time.monotonic() - self._since >= self._limit
+        limit = self._unplaced if now.reason.startswith("Unschedulable") else self._limit
+        return time.monotonic() - self._since >= limit
 
 
 def result(known: Known, out: Out, state: str, seconds: float) -> dict[str, Any]:

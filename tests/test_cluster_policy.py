@@ -15,7 +15,8 @@ from dflashctl.progress import pod_index
 from tokenizer.store import open_store
 
 pytestmark = pytest.mark.s3
-SLEEP = "import time; time.sleep({seconds})"
+# the first process of a container has no default for SIGTERM: it must take it
+SLEEP = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep({seconds})"
 
 
 def submit(site: Site, name: str, script: str, indexes: int, *flags: str) -> Path:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from dflashctl import errors, show
-from dflashctl.follow import Speed, progress_line, speed
+from dflashctl.follow import Patience, Speed, progress_line, speed
 from dflashctl.runs import Status
 from tokenizer.job import Exit, JobError
 from tokenizer.store import StoreError
@@ -164,3 +164,15 @@ def test_talk_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> N
     err = capsys.readouterr().err
     assert "\x1b" not in err and "\x07" not in err
     assert err.count(r"a\x1b[2J [3] \udcff") == 3 and r"hint: b\x07" in err
+
+
+def test_who_started_a_run_waits_longer_for_room_than_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("dflashctl.follow.time.monotonic", lambda: clock[0])
+    for reason, after in (("ErrImagePull", 5.0), ("Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.", 600.0)):
+        patience, now = Patience(5.0, ("suspended",), 600.0), Status("r", "tokenize", "o", "stuck", reason=reason)
+        assert not patience.over(now)
+        clock[0] += after - 1
+        assert not patience.over(now)
+        clock[0] += 1
+        assert patience.over(now)

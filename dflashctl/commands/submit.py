@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tokenizer.job import GateFlags
 
 STUCK_S = 5.0  # how long a run may be stuck before the command that started it gives up watching
+UNPLACED_S = 600.0  # the same while no node has room for any of its pods
 
 Parallelism = Annotated[
     int | None, typer.Option("--parallelism", metavar="N", help="Indexes that run at once.", show_default=False)
@@ -266,7 +267,7 @@ def _follow(done: Started, backend: Backend, detach: bool) -> str:
         return "running"
     from dflashctl import follow
 
-    status = follow.watch(backend, known, done.out, follow.Patience(STUCK_S, ("suspended",)).over)
+    status = follow.watch(backend, known, done.out, follow.Patience(STUCK_S, ("suspended",), UNPLACED_S).over)
     if status.state != "succeeded":
         text = f"run {known.run} {status.state}" + (f": {status.reason}" if status.reason else "")
         show.fail(text, _hint(status.state, known.run, status.reason))
