@@ -109,13 +109,20 @@ def _gather(uris: Iterable[str], options: Options) -> tuple[list[Obj], dict[str,
 
 def _without_links(objects: Iterable[Obj]) -> list[Obj]:
     """Every file of this machine once, however many symbolic links lead to it: under its own name if that is there."""
-    files: dict[str, Obj] = {}
+    here: list[tuple[bool, Obj]] = []
     others = []
-    for obj in sorted(objects, key=lambda o: (not o.key.startswith("s3://") and os.path.islink(o.key), o)):
+    for obj in objects:
         if obj.key.startswith("s3://"):
             others.append(obj)
-            continue
-        real = os.path.realpath(obj.key)
+        else:
+            here.append((os.path.islink(obj.key), obj))
+    folders: dict[str, str] = {}  # of many files in few directories
+    files: dict[str, Obj] = {}
+    for link, obj in sorted(here):
+        folder, name = os.path.split(obj.key)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        real = os.path.realpath(obj.key) if link else os.path.join(folders[folder], name)
         if real not in files or real == obj.key:
             files[real] = obj
     return sorted([*others, *files.values()])
