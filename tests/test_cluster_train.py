@@ -166,6 +166,7 @@ class Told:
     stopped: Any
     saved: int
     resumed: Any
+    ended: Any
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +266,14 @@ def disturbed(place: Place, undisturbed: Told) -> Told:
         told.third = place.log(third)
     told.stopped = place.ctl("stop", told.run, "-o", "json")
     told.saved = place.latest("tossed")
-    told.resumed = place.ctl("resume", told.run, "-o", "json")
+    told.resumed = place.ctl("resume", told.run, "--detach")
+    assert told.resumed.code == 0, told.resumed.err
+
+    def finished() -> Any:
+        done = place.ctl("wait", told.run, "--timeout", "2m", "-o", "json")
+        return None if done.code == 124 else done
+
+    told.ended = until(finished, 1800)
     return told
 
 
@@ -274,7 +282,7 @@ def test_a_drained_node_costs_no_step_and_no_bit(place: Place, disturbed: Told) 
     goes_on = [line for line in log if "goes on after step" in str(line.get("message"))]
     assert goes_on and "0 steps are done again" in goes_on[0]["message"], log  # saved inside the grace period
     assert 1 <= saved < STEPS and disturbed.wide["state"] == "running"
-    assert disturbed.resumed.code == 0 and disturbed.resumed.json()["state"] == "succeeded", disturbed.resumed.err
+    assert disturbed.ended.code == 0 and disturbed.ended.json()["state"] == "succeeded", disturbed.ended.err
     assert place.state("tossed") == place.state("drafter")
     steps = [json.loads(line) for line in place.store.get_bytes("tossed/metrics.jsonl").splitlines()]
     assert [m["step"] for m in steps if "loss" in m] == list(range(1, STEPS + 1))

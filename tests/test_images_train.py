@@ -83,7 +83,12 @@ def test_a_training_in_its_pods_survives_a_drain(built: str, s3: str, s3_server:
 
         pod = until(stepped, 600)
         disrupt(double.cluster, double.kubelet, double.cluster.get("pods", "dflash", pod["metadata"]["name"]))
-        done = ctl(tmp_path, "wait", run, "--timeout", "15m", "-o", "json", DFLASH_BACKEND="")
+
+        def finished() -> Any:
+            done = ctl(tmp_path, "wait", run, "--timeout", "2m", "-o", "json", DFLASH_BACKEND="")
+            return None if done.code == 124 else done
+
+        done = until(finished, 1800)
         logs = ctl(tmp_path, "logs", run, DFLASH_BACKEND="")
         drained = double.kubelet.logs[pod["metadata"]["name"]].read_text()
     assert done.code == 0 and done.json()["training"]["step"] == 60, done.err + logs.out
