@@ -101,6 +101,18 @@ def test_an_eviction_does_not_count_and_the_index_runs_again(site: Site) -> None
     assert "Evict" not in site.ctl(cwd, "why", "evicted").out  # what an index overcame is no cause
 
 
+def test_a_pod_without_memory_is_named_with_its_limit(site: Site) -> None:
+    """On a real cluster it takes more than it may; the double kills one that sleeps."""
+    if site.double:
+        site.double.cluster.oom.add(("greedy", 0))
+    greedy = "kept = bytearray(3 << 30)\nfor i in range(0, len(kept), 4096): kept[i] = 1"
+    script = SLEEP.format(seconds=60) if site.double else greedy
+    cwd = submit(site, "greedy", script, 1, "--set", "spec.backoffLimitPerIndex=0")
+    assert ended(site, cwd, "greedy")["indexes"]["failed"] == [0]
+    first = causes(site, cwd, "greedy")[0]
+    assert (first["kind"], first["indexes"]) == ("OOMKilled", [0]) and "limit 1Gi" in first["message"]
+
+
 def test_pods_that_the_quota_forbids_are_named(site: Site) -> None:
     with site.quota(pods=0):
         cwd = submit(site, "quota", exits(), 1)
