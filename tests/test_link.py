@@ -150,10 +150,10 @@ def test_a_step_takes_as_long_as_the_busier_side(data, tmp_path, monkeypatch, sp
     assert max(spent) < 0.1 * items * max(target / world.targets, drafter / world.drafters)
 
 
-def resident(field):
-    """Bytes of this process: VmRSS now, VmHWM at most since it was cleared."""
+def allocated():
+    """Resident bytes of this process that are no file's: a fork meets the pages of libraries anew, one by one."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def test_memory_is_bounded_by_the_ring(data, tmp_path):
@@ -165,12 +165,12 @@ def test_memory_is_bounded_by_the_ring(data, tmp_path):
     def body(number, store, board):
         rank = rank_of(world, number, store, board, dataset, index, plan)
         items = [item._replace(width=64) for item in rank.items(0)]
-        Path("/proc/self/clear_refs").write_text("5")
-        base, depth = resident("VmRSS"), 0
+        base, seen, depth = allocated(), [], 0
         if world.is_target(number):
             sender = Sender(rank.groups, board)
             for _ in items:
                 sender.send(torch.full((2, 64, wide), 1.0), 1)
+                seen.append(allocated())
             sender.close()
         else:
             source = Receiver(rank.groups, board, iter(items), ring_depth(world), wide, torch.float32)
@@ -179,14 +179,14 @@ def test_memory_is_bounded_by_the_ring(data, tmp_path):
                 depth = max(depth, board.depth(number))
                 with source.take(item) as states:
                     assert (states == 1.0).all()
-        grown = resident("VmHWM") - base
+                    seen.append(allocated())
         rank.groups.close()
-        return len(items), grown, depth
+        return len(items), max(seen) - base, depth
 
     (count, sent, _), (_, taken, depth) = fork_world(world.size, body, tmp_path)
     print(f"{count} micro-batches: target {sent / size:.1f}, drafter {taken / size:.1f} of them at most")
     assert count == 2 * plan.micros_per_epoch > 60 and depth <= ring_depth(world)
-    assert max(sent, taken) < 16 * size  # a quarter of what went over
+    assert max(sent, taken) < 10 * size
 
 
 def test_a_micro_batch_out_of_turn_is_noticed(data, tmp_path):
