@@ -157,9 +157,12 @@ def allocated():
 
 
 def test_memory_is_bounded_by_the_ring(data, tmp_path):
-    """A fast target and a slow drafter, 4 MiB a micro-batch, 256 MiB in all: neither side ever holds more than a few."""
+    """A fast target and a slow drafter, 4 MiB a micro-batch, 744 MiB in all: what is held does not grow with what is sent.
+
+    At most four are alive on the target; a heap that many tests have used keeps up to 15 (it plateaus there).
+    """
     world, (dataset, index) = World(1, 1), data
-    plan = Schedule(index, seed=1, batch_rows=2, accumulate=32, epochs=2)
+    plan = Schedule(index, seed=1, batch_rows=2, accumulate=32, epochs=6)
     size, wide = 4 << 20, (4 << 20) // (2 * 64 * 4)
 
     def body(number, store, board):
@@ -185,8 +188,8 @@ def test_memory_is_bounded_by_the_ring(data, tmp_path):
 
     (count, sent, _), (_, taken, depth) = fork_world(world.size, body, tmp_path)
     print(f"{count} micro-batches: target {sent / size:.1f}, drafter {taken / size:.1f} of them at most")
-    assert count == 2 * plan.micros_per_epoch > 60 and depth <= ring_depth(world)
-    assert max(sent, taken) < 10 * size
+    assert count == 6 * plan.micros_per_epoch > 180 and depth <= ring_depth(world)
+    assert max(sent, taken) < 24 * size
 
 
 def test_a_micro_batch_out_of_turn_is_noticed(data, tmp_path):
