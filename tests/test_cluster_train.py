@@ -1,7 +1,7 @@
 """A training on the cluster, as typed: from a dataset on S3 to an export there, through a drain, a kill, a stop, and NaN.
 
 On the double every pod is really the trainer: seven ranks on CPUs. On a real cluster (cluster_fixtures.py) the CPU image
-runs, whose name DFLASH_TEST_TRAINER_IMAGE gives, on any node.
+runs, whose name DFLASH_TEST_TRAINER_IMAGE gives, on a node that offers seven nvidia.com/gpu: an extended resource will do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ memory = "1Gi"
 volumes = {{ scratch = "1Gi" }}
 
 [node.b200]
-gpus = {gpus}
+gpus = 7
 cpu = "{cpu}"
 memory = "4Gi"
 shm = "256Mi"
@@ -140,7 +140,7 @@ def place(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Place:
         image = IMAGE
     text = TOML.format(
         namespace=site.namespace, bucket=site.bucket, model=target_dir(), tokenizer=site.image, image=image, secret=SECRET,
-        endpoint=site.pod_env["AWS_ENDPOINT_URL_S3"], steps=STEPS, gpus=7 if site.double else 0,
+        endpoint=site.pod_env["AWS_ENDPOINT_URL_S3"], steps=STEPS,
         cpu="64" if site.double else "1", selector='{ "nvidia.com/gpu.product" = "NVIDIA-B200" }' if site.double else "{}",
     )  # fmt: skip
     (folder / "dflash.toml").write_text(text)
