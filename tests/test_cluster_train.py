@@ -181,11 +181,11 @@ def undisturbed(place: Place) -> Told:
 
     run = until(known)[0]
     told.run = run
+    watching, env = place.site.command("status", run, "-w")
+    watch = subprocess.Popen(watching, cwd=place.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     place.running(run)
     told.seen = place.ctl("status", run, "-o", "json")
     told.block = place.ctl("status", run)
-    watching, env = place.site.command("status", run, "-w")
-    watch = subprocess.Popen(watching, cwd=place.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     told.logs = {role: place.ctl("logs", run, "--role", role) for role in ("target", "drafter", "supervisor")}
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
