@@ -139,8 +139,10 @@ def test_the_pod_that_was_deleted_and_the_one_without_memory_ran_again(site: Sit
     killed = [p for p in story.pods if _index(p) == OOM]
     ends = [p["status"]["containerStatuses"][0]["state"]["terminated"]["reason"] for p in killed]
     assert sorted(ends) == ["Completed", "OOMKilled"]
-    row = next(line for line in story.wide.out.splitlines() if line.split()[:1] == [str(OOM)])
-    assert row.split()[1:3] == ["succeeded", "2"]
+    lines = [line.split() for line in story.wide.out.splitlines()]
+    header = next(line for line in lines if line[:1] == ["index"])
+    row = dict(zip(header, next(line for line in lines if line[:1] == [str(OOM)]), strict=False))
+    assert (row["state"], row["try"]) == ("succeeded", "2")
 
 
 def test_logs_of_the_failed_come_from_the_pod_and_from_out_once_it_is_gone(story: Story) -> None:
