@@ -1,8 +1,8 @@
 """Which split of N ranks is fastest, by what a training measured of itself; pure.
 
 A simple model, all of it: a rank costs the seconds that it was busy for a token, whatever the split (the median of the
-steps, since a measurement in between counts as one of them). Targets and drafters overlap fully, sending is free, and
-a step is as long as its slower side. The micro-batches of a step are whole, so a drafter of D does ceil(accumulate / D)
+steps: some are long for other reasons). Targets and drafters overlap fully, sending is free, and a step is as long as
+its slower side. The micro-batches of a step are whole, so a drafter of D does ceil(accumulate / D)
 of them; targets run ahead into the next step, so theirs need not come out even. Memory is that of a drafter's peak, and
 for a target that of its weights.
 """

@@ -15,7 +15,7 @@ from train_fixtures import (
 )
 
 from trainer.data import Schedule
-from trainer.link import World
+from trainer.link import World, ring_depth
 
 SPLITS = [World(1, 1), World(2, 1), World(1, 2), World(5, 2), World(2, 3), World(0, 1), World(0, 2)]
 STEPS = 20
@@ -83,6 +83,38 @@ def test_every_split_gives_the_same_update(world, uneven, known, tmp_path):
             assert worst[0] < of_gradient, (dtype, worst)
             worst = max((error(parameters[name], value), name) for name, value in known[2].items())
             assert worst[0] < of_parameter, (dtype, worst)
+
+
+@pytest.mark.parametrize("world", [World(1, 2), World(2, 3), World(0, 2)], ids=lambda w: f"{w.targets}+{w.drafters}")
+@pytest.mark.parametrize("after", [0, 2, None])
+def test_all_leave_a_walk_that_one_drafter_is_asked_to_stop(world, after, tmp_path):
+    """The last drafter is asked at its micro-batch `after`, or (None) when its walk is over, the others never."""
+    folder = write_dataset(tmp_path / "data", random_rows(120))
+    dataset, index = open_dataset(folder, held_out=0.5)
+    plan = Schedule(index, seed=3, batch_rows=1, accumulate=4, epochs=9, steps=3)
+    assert len(plan.held_out) > world.drafters * (2 + ring_depth(world) * 2)  # more than all rings hold
+    last = world.size - 1
+    end = sum(world.drafter_of(item) == last for item in plan.held_out)
+
+    def body(number, store, board):
+        rank, teacher = rank_of(world, number, store, board, dataset, index, plan), Made(dtype=torch.float32)
+        found = None
+        if world.is_target(number):
+            run_target(rank, teacher, 0)
+        else:
+            part, asked = learner(rank, tiny.drafter(dtype=torch.float32), teacher), []
+
+            def stop():
+                asked.append(number == last)
+                return asked[-1] and len(asked) > (end if after is None else after)
+
+            part.step(0)
+            found = part.measure(part.drafter, 1, stop), len(part.source.posted) if world.targets else 0
+        rank.groups.close()
+        return found
+
+    results = [result for result in fork_world(world.size, body, tmp_path) if result is not None]
+    assert results == [(None, 0)] * world.drafters
 
 
 def test_more_ranks_than_micro_batches_and_rows_without_weight_stay_in_step(tmp_path):

@@ -97,14 +97,16 @@ def test_each_rank_sees_its_own_gpu():
     assert [visible("GPU-a,GPU-b,4", number) for number in range(3)] == ["GPU-a", "GPU-b", "4"]
 
 
-def test_a_resume_cuts_what_was_lost_out_of_the_lineage(tmp_path):
+def test_a_resume_cuts_what_is_done_again_out_of_the_lineage(tmp_path):
+    """Steps behind the checkpoint, and the walk after its step."""
     assert cut_back(tmp_path, 3) == 0
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 7)]
     lines.insert(4, json.dumps({"step": 4, "held_out_tau": 2.0}))
+    lines.insert(2, json.dumps({"step": 2, "held_out_tau": 1.5}))
     (tmp_path / METRICS).write_text("\n".join(lines) + '\n{"step": 7, "lo')
     assert cut_back(tmp_path, 4) == 2
     kept = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
-    assert [entry["step"] for entry in kept] == [1, 2, 3, 4, 4]
+    assert [entry["step"] for entry in kept] == [1, 2, 2, 3, 4]
 
 
 def test_splits_and_cadences():

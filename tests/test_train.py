@@ -15,7 +15,7 @@ from train_fixtures import random_rows, write_dataset
 from train_runs import Forked, args, metrics, target_dir
 
 from tokenizer.job import JobError
-from trainer import checkpoint, export, supervisor
+from trainer import checkpoint, export, loop, supervisor
 from trainer.board import Phase
 from trainer.link import Receiver, Sender
 from trainer.rank import compare
@@ -102,6 +102,39 @@ def test_sigterm_saves_the_step_and_a_resume_goes_on_bit_by_bit(straight, data, 
     finished = Forked(args(data, out), tmp_path / "log3")
     assert finished.wait() == 0
     assert [line["event"] for line in finished.lines() if line["event"] != "note"] == ["unchanged", "done"]
+
+
+@pytest.mark.parametrize("split", ["1+2", "colocated:1"])
+def test_sigterm_breaks_off_a_walk_which_is_done_again(data, tmp_path, monkeypatch, split):
+    """No step follows the walk that a signal meets; the step before it is saved, though no checkpoint was due."""
+    begun, walk = tmp_path / "walked", loop.walk
+
+    def slow_walk(*told):
+        with begun.open("a") as file:
+            file.write(".")
+        time.sleep(0.3)
+        return walk(*told)
+
+    def walked(out):
+        return [m["step"] for m in metrics(out) if "held_out_tau" in m]
+
+    out = tmp_path / "out"
+    told = args(data, out, split=split, held_out=0.5, checkpoint_every="1h", steps=4)
+    monkeypatch.setattr(loop, "walk", slow_walk)
+    run = Forked(told, tmp_path / "log")
+    run.until(lambda: (out / "metrics.jsonl").exists() and 1 in walked(out) and metrics_steps(out) == 2)
+    met = begun.stat().st_size
+    run.until(lambda: begun.stat().st_size > met)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 143, run.text()
+    assert [step for step, _, _, _ in lineage(out)] == [1, 2] and walked(out) == [1]
+    assert begun.stat().st_size - met < 8 and (out / "latest").read_text() == "step-000002\n"
+    assert "stopping: SIGTERM; the step is finished and saved first" in run.text()
+
+    monkeypatch.setattr(loop, "walk", walk)
+    again = Forked(told, tmp_path / "log2")
+    assert again.wait() == 0, again.text()
+    assert [step for step, _, _, _ in lineage(out)] == [1, 2, 3, 4] and walked(out) == [1, 2, 3, 4]
 
 
 def test_a_resume_may_change_the_split(straight, data, tmp_path):

@@ -290,14 +290,17 @@ class Schedule:
 
     def measured_after(self, steps: int) -> bool:
         """Whether the held-out rows are measured after so many steps, those at the end apart."""
-        return steps < self.total and steps % max(1, self.total // MEASUREMENTS) == 0
+        return 0 < steps < self.total and steps % max(1, self.total // MEASUREMENTS) == 0
 
     def stream(self, start: int, finals: int = 0) -> Iterator[Item]:
-        """Every micro-batch from step `start` on; the held-out ones where due, and `finals` times at the end."""
+        """Every micro-batch from step `start` on; the held-out ones where due, and `finals` times at the end.
+
+        A walk comes right before the step that follows it, so a resume begins with the one that a stop broke off.
+        """
         for number in range(start, self.total):
+            if self.measured_after(number):
+                yield from self.measurement(number)
             yield from self.step(number)
-            if self.measured_after(number + 1):
-                yield from self.measurement(number + 1)
         for _ in range(finals):
             yield from self.measurement(self.total)
 

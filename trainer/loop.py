@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -90,12 +90,16 @@ def run_target(rank: Rank, target: Teacher, start: int) -> None:
 
 
 def timed_states(rank: Rank, target: Teacher, item: Item) -> Tensor:
-    """States of a micro-batch, really there: a GPU's own time counts as busy, and the next beat means progress."""
+    """States of a micro-batch, really there: a GPU's own time counts as busy, and the next beat means progress.
+
+    Busy is what steps cost: a walk's micro-batches do not count.
+    """
     started = time.monotonic()
     states = target.states(rank.ids(item))
     if states.is_cuda:
         torch.cuda.current_stream().synchronize()
-    rank.board.add(rank.me, "busy", time.monotonic() - started)
+    if not item.held:
+        rank.board.add(rank.me, "busy", time.monotonic() - started)
     return states
 
 
@@ -268,12 +272,20 @@ class Learner:
         return f"rows {', '.join(found[:SHOWN])}{more}"
 
     @torch.no_grad()
-    def measure(self, drafter: Drafter, step: int) -> list[int]:
-        """After `step` steps: how many blocks of the held-out walk yielded 0, 1, .. block_size tokens, all ranks."""
+    def measure(self, drafter: Drafter, step: int, stop: Callable[[], bool] = lambda: False) -> list[int] | None:
+        """After `step` steps: how many blocks of the held-out walk yielded 0, 1, .. block_size tokens, all ranks.
+
+        stop: whether this rank is to stop, asked before each micro-batch. None where any rank was: all have left then,
+        and their sources are closed. A rank that leaves closes at once, or targets would wait for its credits while it
+        waits for the others in the one collective of a walk.
+        """
         counts = torch.zeros(drafter.config.block_size + 1, dtype=torch.float64)
+        left = False
         for item in self.rank.plan.measurement(step):
             if self.rank.world.drafter_of(item) != self.rank.me:
                 continue
+            if left := stop():
+                break
             self.rank.board.beat(self.rank.me, Phase.MEASURE)
             padded = load(self.rank.dataset, self.rank.index, item)
             with self.source.take(item) as taps:
@@ -282,9 +294,17 @@ class Learner:
                 for yields in walk(drafter, stand_in, ids, mask):
                     for count in yields:
                         counts[count] += 1
+        left = left or stop()
+        if left:
+            self.source.close()
+        told = torch.cat([counts, torch.tensor([left], dtype=torch.float64)])
         with self.rank.board.waiting(self.rank.me):
-            dist.all_reduce(counts, group=self.rank.groups.drafters)
-        return [int(count) for count in counts]
+            dist.all_reduce(told, group=self.rank.groups.drafters)
+        if not told[-1]:
+            return [int(count) for count in told[:-1]]
+        if not left:
+            self.source.close()
+        return None
 
 
 def acceptance(counts: list[int]) -> float | None:

@@ -12,6 +12,7 @@ import os
 import resource
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,7 +30,10 @@ NOTHING = {"rows": 0, "tokens": 0, "empty_steps": 0}  # trained yet
 
 
 def cut_back(folder: Path, step: int) -> int:
-    """Drop the lines of metrics.jsonl that lie behind `step` steps; how many steps were lost."""
+    """Drop the lines of metrics.jsonl that lie behind `step` steps, and the walk after those, which is done again.
+
+    Returns how many steps were lost.
+    """
     path = folder / METRICS
     if not path.is_file():
         return 0
@@ -39,10 +43,11 @@ def cut_back(folder: Path, step: int) -> int:
             entry = json.loads(line)
         except ValueError:
             continue  # cut in the middle by a kill
-        if entry["step"] <= step:
+        trained = "loss" in entry
+        if entry["step"] < step + trained:
             kept.append(line)
         else:
-            lost += "loss" in entry
+            lost += trained
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(f"{line}\n" for line in kept), "utf-8")
     os.replace(fresh, path)
@@ -71,12 +76,21 @@ class Metrics:
         busy = [self.board.get(rank, "busy") for rank in range(self.world.size)]
         return sum(busy[: self.world.targets]), sum(busy[self.world.targets :])
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is done within, such as a walk, is no part of a step: neither its time nor what ranks are busy with."""
+        at, busy = time.monotonic(), self._sums()
+        yield
+        (targets, drafters), (more_targets, more_drafters) = busy, self._sums()
+        self._at += time.monotonic() - at
+        self._busy = self._busy[0] + more_targets - targets, self._busy[1] + more_drafters - drafters
+
     def step(self, found: Step) -> None:
-        """Log one step."""
+        """Log one step. A micro-batch counts where it ends, though it may have begun before: a share is at most 1."""
         now, busy = time.monotonic(), self._sums()
         seconds = max(1e-9, now - self._at)
         shares = [
-            round((after - before) / seconds / max(1, ranks), 4)
+            round(min(1.0, (after - before) / seconds / max(1, ranks)), 4)
             for after, before, ranks in zip(busy, self._busy, (self.world.targets, self.world.drafters), strict=True)
         ]
         self._at, self._busy = now, busy

@@ -1,8 +1,8 @@
 """One rank, from its flags to its exit code: load, train, measure, save, export.
 
 A target rank serves until no drafter wants any more. Drafter ranks hold the same parameters at every step; the first of
-them, the leader, also logs, saves and exports. SIGTERM ends a step at its end: that step is saved, and the exit code is
-143.
+them, the leader, also logs, saves and exports. SIGTERM ends a step at its end, and a walk between two micro-batches;
+the last step is saved, and the exit code is 143.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ class Student:
         self.leads = rank.me == rank.world.leader
         self.every, self.seconds = parse_cadence(place.args.checkpoint_every)
         self.saved_at = self.said_at = time.monotonic()
+        self.kept = place.ready.start  # the step that was saved last
         self.local = Path(place.ready.local)
         self.writer: Writer | None = None
         self.metrics: Metrics | None = None
@@ -173,16 +175,25 @@ class Student:
             )
             self.metrics = Metrics(self.local, self.rank.world, self.rank.board, plan.total, self.counts)
         for number in range(ready.start, plan.total):
+            if plan.measured_after(number) and not self._measured(number):
+                return self._stopped(number)
             found = self.learner.step(number, stop=self.stop.asked, save=self._due(number + 1))
             self._after(found)
             if found.stop:
+                self.learner.source.close()
                 return self._stopped(number + 1)
-            if plan.measured_after(number + 1):
-                counts = self.learner.measure(self.learner.drafter, number + 1)
-                if self.metrics:
-                    self.metrics.measured(number + 1, counts)
-        self._finish()
-        return int(Exit.OK)
+        return int(Exit.OK) if self._finish() else self._stopped(plan.total)
+
+    def _measured(self, steps: int) -> bool:
+        """Walk the held-out rows after so many steps, apart from any step's time; False where a stop broke it off."""
+        with self.metrics.apart() if self.metrics else nullcontext():
+            counts = self.learner.measure(self.learner.drafter, steps, self._asked)
+        if self.metrics and counts is not None:
+            self.metrics.measured(steps, counts)
+        return counts is not None
+
+    def _asked(self) -> bool:
+        return self.stop.asked
 
     def _store(self) -> Store:
         return open_store(self.place.args.out, STORE)
@@ -216,7 +227,7 @@ class Student:
 
     def _save(self, steps: int) -> None:
         assert self.writer
-        self.saved_at = time.monotonic()
+        self.saved_at, self.kept = time.monotonic(), steps
         optimizer = self.learner.optimizer
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.state().items()}
         self.writer.submit(Snapshot(steps, optimizer.updates, state, dict(self.counts)))
@@ -230,18 +241,21 @@ class Student:
             self.metrics.close()
 
     def _stopped(self, steps: int) -> int:
-        self.learner.source.close()
+        if self.leads and self.kept != steps:
+            self._save(steps)
         self._close_writer()
         if self.leads:
             self._say(f"stopped after step {steps} of {self.rank.plan.total}, which is saved")
         return int(Exit.SIGTERM)
 
-    def _finish(self) -> None:
-        """Measure, save, export, and measure what was exported."""
+    def _finish(self) -> bool:
+        """Measure, save, export, and measure what was exported; False where a stop broke off one of the walks."""
         plan, learner = self.rank.plan, self.learner
         if self.leads:
             self._say("every step is done: measuring, exporting, measuring what was exported")
-        trained = learner.measure(learner.drafter, plan.total)
+        trained = learner.measure(learner.drafter, plan.total, self._asked)
+        if trained is None:
+            return False
         if self.metrics:
             self.metrics.measured(plan.total, trained)
         if self.leads:
@@ -251,13 +265,16 @@ class Student:
         exported = load_drafter(
             self.local / EXPORT, dtype=learner.embed_VH.dtype, device=learner.embed_VH.device
         ).eval()
-        served = learner.measure(exported, plan.total)
+        served = learner.measure(exported, plan.total, self._asked)
+        if served is None:
+            return False
         if self.metrics:
             self.metrics.measured(plan.total, served, "exported_tau")
         compare(trained, served)
         self._close_writer()
         if self.leads:
             self._conclude(acceptance(trained), acceptance(served))
+        return True
 
     def _export(self, tau: float | None) -> None:
         self.rank.board.beat(self.rank.me, Phase.EXPORT)

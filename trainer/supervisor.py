@@ -317,9 +317,10 @@ class Supervisor:
             self.pump(TICK)
             if self.stopping and not told:
                 told = True
-                self.say("stopping", message="SIGTERM: the step is finished and saved")
                 if any(board.phase(rank) < Phase.FIRST for rank in range(world.size)):
-                    return int(Exit.SIGTERM)  # nothing has been trained since the last checkpoint
+                    self.say("stopping", message="stopping: SIGTERM; nothing is trained since the last checkpoint")
+                    return int(Exit.SIGTERM)
+                self.say("stopping", message="stopping: SIGTERM; the step is finished and saved first")
                 for child in self.children:
                     if child.code is None and child.name != "prepare":
                         os.kill(child.pid, signal.SIGTERM)
