@@ -9,18 +9,25 @@ from dataclasses import replace
 from dflashctl.errors import PreflightError, UsageError
 from dflashctl.records import PATIENT, QUICK
 from tokenizer.job import Obj, Plan
-from tokenizer.store import Options, StoreError, locate
+from tokenizer.store import Options, StoreError, locate, parse_uri
 
 THREADS = 16
 TOLD = 5  # changed files that are named one by one
 
 
 def skip_key(text: str, plan: Plan, committed: Iterable[int]) -> str:
-    """The key that `--skip-file` means: as printed, or the path that row ids start with. Raises UsageError."""
+    """The key that `--skip-file` means: as printed, the path that row ids start with, or a path as INPUT is typed.
+
+    Raises UsageError.
+    """
     done = set(committed)
+    try:
+        typed = str(parse_uri(text))
+    except ValueError:
+        typed = text
     for index, batch in enumerate(plan.batches):
         for obj in (*batch.objects, *batch.batch_inputs):
-            if text in (obj.key, obj.path):
+            if text in (obj.key, obj.path) or typed == obj.key:
                 if index in done:
                     raise UsageError(f"`--skip-file` `{text}` is in index {index}, which has its commit already")
                 return obj.key

@@ -10,7 +10,7 @@ import typer
 
 from dflashctl import show
 from dflashctl.commands import balance, common, data, logs, models, report, steer, submit, train, watch
-from dflashctl.errors import describe
+from dflashctl.errors import Detached, describe
 
 EPILOG = (
     "Exit codes: 0 ok, 1 API or internal, 2 usage, 3 run failed or refused, 4 preflight, 5 OUT or name taken by "
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             show.fail(error.format_message().rstrip("."), f"see `{path} --help`")  # type: ignore[union-attr]
             return 2
         code, message, hint = describe(error)
-        show.fail(message, hint)
+        if isinstance(error, Detached):  # what was asked for
+            show.say(message + (f"; {hint}" if hint else ""))
+        else:
+            show.fail(message, hint)
         return int(code)
     if code == 130:  # the parser takes Ctrl-C for an exit of its own, without a word
         show.fail("interrupted")

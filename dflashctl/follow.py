@@ -252,10 +252,10 @@ class Patience:
         return time.monotonic() - self._since >= limit
 
 
-def result(known: Known, out: Out, state: str, seconds: float) -> dict[str, Any]:
-    """The object of `tokenize -o json`, whatever became of the run."""
+def result(known: Known, out: Out, state: str, seconds: float) -> tuple[dict[str, Any], str]:
+    """The object of `tokenize -o json`, whatever became of the run; and that the dataset is not complete, if so."""
     record = out.dataset() or (out.refused() if state == "refused" else None) or out.summary()
-    return {
+    document = {
         "schema": "dflash.tokenize/1",
         "run": known.run,
         "state": state,
@@ -269,10 +269,11 @@ def result(known: Known, out: Out, state: str, seconds: float) -> dict[str, Any]
         "loss_tokens": record["loss_tokens"],
         "seconds": round(seconds, 3),
     }
+    return document, "" if record.get("complete", True) else record["reasons"][0]
 
 
-def result_lines(document: Mapping[str, Any]) -> list[str]:
-    """The same as a table."""
+def result_lines(document: Mapping[str, Any], verdict: str) -> list[str]:
+    """The same as a table; verdict: how much of a dataset that has not come to its end is counted here, else empty."""
     rejected: Mapping[str, int] = document["lines_rejected"]
     turns: Mapping[str, int] = document["turns_rejected"]
     reasons = "".join(f", {number} {reason}" for reason, number in rejected.items())
@@ -285,6 +286,8 @@ def result_lines(document: Mapping[str, Any]) -> list[str]:
         ("tokens", f"{show.count(document['tokens'])} ({show.count(document['loss_tokens'])} learnt)"),
         ("seconds", f"{document['seconds']:.1f}"),
     ]
+    if verdict:
+        pairs.insert(3, ("dataset", f"{verdict}, this is what is committed so far"))
     if turns:
-        pairs.insert(4, ("turns rejected", ", ".join(f"{number} {reason}" for reason, number in turns.items())))
+        pairs.insert(-3, ("turns rejected", ", ".join(f"{number} {reason}" for reason, number in turns.items())))
     return show.pairs(pairs)

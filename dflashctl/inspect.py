@@ -72,14 +72,27 @@ def lines(record: Record, wide: bool) -> list[str]:
         rows = [
             (show.count(s["count"]), show.one_line(s["text"], SHOWN_TEXT)) for s in shown["most_common_supervised"][:10]
         ]
-        text += ["", "most common supervised texts", *show.table(("rows", "text"), rows, right=(0,))]
+        text += [
+            "",
+            "most common supervised texts, counted before the filter",
+            *show.table(("rows", "text"), rows, right=(0,)),
+        ]
     for sample in record["samples"] if wide else record["samples"][:1]:
         text += ["", f"sample {sample['id']}, learnt text {show.learnt('marked')}", show.segments(sample["segments"])]
-    if shown["degenerate"]:
+    if standing(record) == "not complete":
+        text += ["", *shown["reasons"]]
+    elif shown["degenerate"]:
         text += ["", "degenerate", *(f"  {reason}" for reason in shown["reasons"])]
     elif shown["reasons"]:
         text += ["", "refused", *(f"  {reason}" for reason in shown["reasons"])]
     return text
+
+
+def standing(record: Record) -> str:
+    """Whether what the record tells of is complete, refused, or not complete."""
+    if not record.get("complete", True):
+        return "not complete"
+    return "refused" if record["reasons"] and "shards" not in record else "complete"
 
 
 def _figures(record: Record, shown: Record) -> Iterable[tuple[str, str]]:
@@ -132,8 +145,8 @@ def _spec(record: Record) -> Mapping[str, Any]:
     return spec
 
 
-def against_lines(document: Record) -> list[str]:
-    """The comparison as a table of two columns."""
+def against_lines(document: Record, standings: Sequence[str]) -> list[str]:
+    """The comparison as a table of two columns; standings: `standing` of each. Then why one is not complete."""
     pair: Sequence[Record] = document["datasets"]
     rows: list[tuple[str, str, str]] = []
 
@@ -141,6 +154,7 @@ def against_lines(document: Record) -> list[str]:
         left, right = (show.count(v) if isinstance(v, int) and not isinstance(v, bool) else str(v) for v in values)
         rows.append((name, left, right))
 
+    row("dataset", standings)
     row("lines seen", [d["lines"]["seen"] for d in pair])
     row("lines kept", [d["lines"]["kept"] for d in pair])
     for reason in sorted({r for d in pair for r in d["lines"]["rejected"]}):
@@ -150,8 +164,13 @@ def against_lines(document: Record) -> list[str]:
     row("loss share", [f"{d['loss_share']:.1%}" for d in pair])
     for name in pair[0]["loss_per_row"]:
         row(f"loss per row {name}", ["-" if d["loss_per_row"][name] is None else d["loss_per_row"][name] for d in pair])
-    row("degenerate", ["yes" if d["degenerate"] else "no" for d in pair])
+    told = [("no", "yes")[d["degenerate"]] for d in pair]
+    row("degenerate", ["-" if is_ == "not complete" else word for is_, word in zip(standings, told, strict=True)])
     for key, values in document["spec"].items():
         row(f"spec {key}", [show.one_line(str(value), SHOWN_TEXT) for value in values])
     row("same rows", ["yes" if document["same_rows"] else "no", ""])
-    return show.table(("", *(d["out"] for d in pair)), rows, right=(1, 2))
+    text = show.table(("", *(d["out"] for d in pair)), rows, right=(1, 2))
+    for dataset, is_ in zip(pair, standings, strict=True):
+        if is_ != "complete":
+            text.append(f"{dataset['out']} is {'; '.join([*['refused'] * (is_ == 'refused'), *dataset['reasons']])}")
+    return text

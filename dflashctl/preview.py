@@ -18,14 +18,17 @@ from dflashctl import plan as plans
 from dflashctl.errors import ApiError, PreflightError, UsageError
 from dflashctl.model import resolve_model
 from dflashctl.records import PATIENT
-from tokenizer.job import Exit, PreviewArgs
+from tokenizer.job import PREVIEW_REJECTS, Exit, PreviewArgs
 
 NO_OUT = "\0"  # nothing lies below it
 MOST_OBJECTS = 200  # that are looked through for rows: they travel in one argument
 
 
 def show_rows(declaration: plans.Declaration, number: int, output: str) -> int:
-    """Print the first `number` rows and rejects of the input; with -o json as one array. Returns the exit code."""
+    """Print the first `number` rows of the input and what is not taken before them; with -o json as one array.
+
+    Returns the exit code.
+    """
     if number < 1:
         raise UsageError(f"`--preview` {number} is below 1")
     found = listing.find(declaration.inputs, declaration.batch_inputs, NO_OUT, PATIENT)
@@ -58,11 +61,14 @@ def show_rows(declaration: plans.Declaration, number: int, output: str) -> int:
 
 
 def _print(rows: Iterator[dict[str, Any]], output: str) -> None:
-    some = False
+    kept = rejected = 0
     for row in rows:
-        some = True
+        kept += row["rejected"] is None
+        rejected += row["rejected"] is not None
         show.out(str(row["id"]) if output == "name" else "\n".join(row_lines(row)))
-    if not some:
+    if rejected == PREVIEW_REJECTS:
+        show.say(f"{kept} rows; looked no further after {rejected} that are not taken")
+    elif not kept:
         show.say("no row")
 
 

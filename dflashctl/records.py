@@ -92,13 +92,18 @@ class Out:
         return {index: self._commits[index] for index in sorted(self._commits)}
 
     def summary(self) -> dict[str, Any]:
-        """The figures of what is committed so far, in the words of dataset.json; raises ApiError without a plan."""
+        """The figures of what is committed so far, in the words of dataset.json; raises ApiError without a plan.
+
+        `complete` is false, and that is the only reason given: what is not all there cannot be called degenerate.
+        """
         from tokenizer.shard import summary
 
         plan = self.plan()
         if plan is None:
             raise ApiError(f"`{self.uri}` has no plan", "start it with `dflashctl tokenize`")
-        return summary(plan, list(self.commits(self.committed()).values()))  # type: ignore[arg-type]
+        commits = list(self.commits(self.committed()).values())
+        verdict = f"not complete ({len(commits)} of {len(plan.batches)} indexes)"
+        return {**summary(plan, commits), "degenerate": False, "reasons": [verdict], "complete": False}  # type: ignore[arg-type]
 
     def kept_logs(self, job: str, indexes: list[int] | None, previous: bool) -> Iterator[LogLine]:
         """The last 64 KiB of the newest failed try of each index (or the one before it), as its pod stored them."""

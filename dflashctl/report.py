@@ -86,7 +86,7 @@ def of_dataset(uri: str, record: Record) -> str:
     parts += ["<h2>Not taken</h2>", counted([*rejects, *turns]) if rejects or turns else "<p>Nothing.</p>"]
     if shown["most_common_supervised"]:
         texts = [(show.one_line(text["text"], TEXT), text["count"]) for text in shown["most_common_supervised"][:20]]
-        parts += ["<h2>Most common learnt texts</h2>", counted(texts)]
+        parts += ["<h2>Most common learnt texts, counted before the filter</h2>", counted(texts)]
     if record["samples"]:
         parts.append("<h2>Samples, learnt text marked</h2>")
     for sample in record["samples"]:

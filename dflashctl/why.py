@@ -55,7 +55,10 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
         "credentials, bucket, contract or tokenizer are wrong for all",
         "`dflashctl doctor`, then `dflashctl resume`",
     ),
-    Exit.SIGTERM: ("stopped by SIGTERM and saved its work", "nothing: the next try goes on"),
+    Exit.SIGTERM: (
+        "stopped by SIGTERM, the index is done again",
+        "`dflashctl resume`, unless the Job tries again itself",
+    ),
 }
 
 KILLED = 128 + 9

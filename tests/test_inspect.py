@@ -96,8 +96,19 @@ def test_two_datasets_side_by_side() -> None:
     both = inspect.against(("a", record()), ("b", other))
     assert both["spec"] == {"max_length": [None, 9]} and both["same_rows"] is False
     assert [d["out"] for d in both["datasets"]] == ["a", "b"]
-    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in inspect.against_lines(both)}
+    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in inspect.against_lines(both, ["complete"] * 2)}
     assert rows["rows"] == ["4", "5"] and "no" in rows["same rows"]
-    text = "\n".join(inspect.against_lines(both))
+    text = "\n".join(inspect.against_lines(both, ["complete"] * 2))
     assert "multimodal" in text and "no_prompt" in text and "spec max_length" in text
     assert inspect.against(("a", record()), ("a", record()))["same_rows"] is True
+
+
+def test_what_is_not_complete_or_refused_is_said_of_each_side() -> None:
+    refused = record(reasons=["no row is left to train on"], degenerate=True)
+    part = record(reasons=["not complete (2 of 4 indexes)"], complete=False)
+    standings = [inspect.standing(one) for one in (record(), refused, part, refused | {"shards": []})]
+    assert standings == ["complete", "refused", "not complete", "complete"]  # the last was allowed
+    assert inspect.lines(part, False)[-2:] == ["", "not complete (2 of 4 indexes)"]
+    text = inspect.against_lines(inspect.against(("a", refused), ("b", part)), standings[1:3])
+    assert text[-2:] == ["a is refused; no row is left to train on", "b is not complete (2 of 4 indexes)"]
+    assert next(line for line in text if line.startswith("degenerate")).split() == ["degenerate", "yes", "-"]

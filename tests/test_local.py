@@ -101,6 +101,8 @@ def test_stop_and_resume(corpus: Path, undisturbed: dict[str, bytes], tmp_path: 
     stopped = ctl(tmp_path, "stop", "-o", "json")
     assert stopped.code == 0 and stopped.json()["state"] == "suspended", stopped.err
     assert not (tmp_path / "out" / "dataset.json").exists()
+    [cause] = ctl(tmp_path, "why", "-o", "json").json()["causes"]
+    assert cause["kind"] == "Suspended" and cause["remedy"] == f"`dflashctl resume {stopped.json()['run']}`"
     assert ctl(tmp_path, "stop").code == 0  # again: nothing to do
     assert ctl(tmp_path, "wait", "--timeout", "0s").code == 124
     resumed = ctl(tmp_path, "resume", "-o", "json")
@@ -153,10 +155,16 @@ def test_a_bad_file_ends_its_index_alone_and_can_be_skipped_or_mended(tmp_path: 
     seen = status(tmp_path)
     assert seen["state"] == "failed" and seen["indexes"]["failed"] == [1] and "part-001.jsonl.gz" in seen["reason"]
     assert "part-001.jsonl.gz" in ctl(tmp_path, "logs", "--failed").out
+    part = ctl(tmp_path, "inspect", "out")
+    assert part.out.endswith("\nnot complete (2 of 3 indexes)\n") and "degenerate" not in part.out
+    assert "not complete (2 of 3 indexes)" in ctl(tmp_path, "report", "out").out
+    assert "no row is left" not in ctl(tmp_path, "inspect", "out", "-o", "json").out
+    beyond = ctl(tmp_path, "logs", "--index", "9")
+    assert beyond.code == 2 and "its indexes are 0-2" in beyond.err
     shutil.copytree(tmp_path, tmp_path / "other", symlinks=True)
     assert ctl(tmp_path, "resume", "--skip-file", "no-such.jsonl").code == 2
     assert ctl(tmp_path, "resume", "--skip-file", "part-000.jsonl").code == 2  # has its commit
-    skipped = ctl(tmp_path, "resume", "--skip-file", "part-001.jsonl.gz", "-o", "json")
+    skipped = ctl(tmp_path, "resume", "--skip-file", "./in/part-001.jsonl.gz", "-o", "json")
     assert skipped.code == 0 and skipped.json()["rows"] == 40, skipped.err
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["skipped"] == [str(bad)]
 

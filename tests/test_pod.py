@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import format_reader
@@ -218,6 +220,27 @@ def test_last_words(tmp_path: Path) -> None:
     assert message.stat().st_size < 4096 and err == ""
     assert json.loads(store.get_bytes("logs/tok-test/00000-2.txt").splitlines()[-1]) == lines[-1]
     assert not [k for k in contents(out) if k.startswith(("data", "commits", "rejected"))]  # nothing half-taken
+
+
+def test_all_unreadable_files_of_an_index_are_named_at_once(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    write_corpus(source, 1, 5)
+    bad = {
+        "b.jsonl": b"version https://git-lfs.github.com/spec/v1\nsize 3\n",
+        "c.json": b'[\n {"a": 1}\n]\n',
+        "d.jsonl": '{"a": 1}\n'.encode("utf-16"),
+        "e f.jsonl.gz": gzip.compress(b"PAR1 and more"),
+    }
+    for name, data in bad.items():
+        (source / name).write_bytes(data)
+    (source / "one-line.jsonl").write_bytes(gzip.compress(GOOD.encode() * 1000))  # read to its end it is well
+    _, args, _ = prepare(str(tmp_path / "out"), str(source), shards=1)
+    for workers in ("1", "2"):
+        code, lines, _ = finish(pod(replace(args, workers=int(workers)), 0))
+        words, hint = lines[-1]["message"], lines[-1]["hint"]
+        assert code == Exit.DATA and all(words.count(str(source / name)) == 1 for name in bad), words
+        every = " ".join(f"--skip-file {shlex.quote(str(source / name))}" for name in bad)
+        assert f"`resume {every}`" in hint and "one-line" not in words + hint and "part-000" not in words + hint
 
 
 def test_a_good_pod_says_what_it_did(tmp_path: Path) -> None:

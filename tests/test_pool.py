@@ -28,7 +28,7 @@ from job_fixtures import (
 )
 from vocab import tiny_dir
 
-from tokenizer.job import Exit, PreviewArgs, TokenizeArgs
+from tokenizer.job import PREVIEW_REJECTS, Exit, PreviewArgs, TokenizeArgs
 from tokenizer.pool import Pool, max_failed_indexes
 from tokenizer.talk import Log
 
@@ -221,6 +221,10 @@ def test_preview_shows_rows_and_rejects_in_order_and_as_many_as_asked(tmp_path: 
     assert (first["source_id"], first["rejected"]) == ("x", None)
     assert [r["rejected"]["reason"] for r in rows[1:3]] == ["invalid_json", "too_few_loss_tokens"]
     assert [r["id"] for r in preview(PreviewArgs(str(tiny_dir()), (str(path),), rows=1))[1]] == ["a.jsonl:1#0"]
+    assert preview(PreviewArgs(str(tiny_dir()), (str(path),), rows=2))[1] == rows  # a reject is none of the two
+    path.write_text("{broken\n" * 99 + chat_line("q", answer(1)))
+    _, rejects, _ = preview(PreviewArgs(str(tiny_dir()), (str(path),), rows=2))
+    assert len(rejects) == PREVIEW_REJECTS and all(r["rejected"] for r in rejects)
 
 
 def test_preview_of_what_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ rejects, text hashes, and a JSON record of counts. The parent puts them together
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +33,14 @@ from tokenizer.job import (
     rejected_name,
     shard_name,
 )
-from tokenizer.read import LineReader
+from tokenizer.read import LineReader, refused_by_head
 from tokenizer.shard import START, batch_digest, content_sha256, join
-from tokenizer.store import Options, Store, locate
+from tokenizer.store import Options, Store, StoreError, locate
 from tokenizer.tally import Tally, repeated
+
+LOOKED_INTO = 256  # objects of an index that has failed, for others that cannot be read
+NAMED = 12  # of those
+GLANCE = Options(patience=5, on_retry=lambda text: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +168,36 @@ def convert_index(
     if joined:  # in a child, too: reading may start threads, and nobody forks after those
         workers.run(range(len(joined)), 1, fill, on_progress, on_tick, on_warning)
     largest_first = sorted(range(len(objects)), key=lambda i: (-objects[i].size, i))
-    workers.run(largest_first, count, work, on_progress, on_tick, on_warning)
+    try:
+        workers.run(largest_first, count, work, on_progress, on_tick, on_warning)
+    except JobError as error:
+        if error.code == Exit.DATA:
+            name_others(error, objects)
+        raise
     return _assemble(index, plan, objects, joined, batch, folder, model)
+
+
+def name_others(error: JobError, objects: Sequence[Obj]) -> None:
+    """Add to the refusal of one object what the heads of others tell of them: so all are mended, or left out, at once.
+
+    A store that says no ends the looking: the refusal stands without it.
+    """
+    found: dict[str, JobError] = {}
+    for obj in objects[:LOOKED_INTO]:
+        store, key = locate(obj.key, GLANCE)
+        stream = store.open_stream(key, obj.etag, obj.size)
+        with contextlib.closing(stream):  # type: ignore[type-var]
+            refusal = refused_by_head(stream, obj.key)
+        if isinstance(refusal, StoreError) and refusal.code != Exit.DATA:
+            break
+        if refusal is not None and not isinstance(refusal, StoreError) and len(found) < NAMED:
+            found[obj.key] = refusal
+    own = next((obj.key for obj in objects if error.message.startswith(f"{obj.key}: ")), "")
+    others = [refusal.message for key, refusal in found.items() if key != own]
+    if others:
+        error.message += "; also unreadable: " + "; ".join(others)
+        flags = " ".join(f"--skip-file {shlex.quote(key)}" for key in sorted({*found, *([own] if own else [])}))
+        error.hint += f"; all of them: `resume {flags}`"
 
 
 def requests_of(batch: Batch, skipped: frozenset[str]) -> Sequence[Obj]:

@@ -159,6 +159,9 @@ def parse_flags(argv: Sequence[str], known: Iterable[str]) -> dict[str, str]:
     return flags
 
 
+PREVIEW_REJECTS = 20  # after that many lines that are not taken a preview ends
+
+
 @dataclass(frozen=True, slots=True)
 class PreviewArgs:
     """What `python -P -m tokenizer preview` is told: some rows of some inputs, nothing written.

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizer import workers
 from tokenizer.convert import Converter, spans
 from tokenizer.index import load_model
+from tokenizer.job import PREVIEW_REJECTS as REJECTS
 from tokenizer.job import Exit, JobError, Obj, PreviewArgs, Spec
 from tokenizer.read import Chunk, LineReader
 from tokenizer.requests import Spool
@@ -21,7 +22,10 @@ ONCE = Options(patience=20)
 
 
 def rows(args: PreviewArgs) -> Iterator[dict[str, Any]]:
-    """At most `args.rows` records, kept rows and rejects alike, in input order; see PreviewArgs."""
+    """Kept rows, at most `args.rows`, and the rejects between them, in input order; see PreviewArgs.
+
+    Ends at the REJECTS-th reject: input of which nothing is kept is not read to its end.
+    """
     spec = Spec(
         tokenizer={},
         loss_on=args.loss_on,
@@ -31,7 +35,7 @@ def rows(args: PreviewArgs) -> Iterator[dict[str, Any]]:
         max_length=args.max_length,
     )
     model = load_model(Path(args.tokenizer), spec, 0)
-    left = args.rows
+    left, rejects = args.rows, REJECTS
     with scratch() as folder:
         lookup = None
         if args.batch_inputs:
@@ -45,10 +49,11 @@ def rows(args: PreviewArgs) -> Iterator[dict[str, Any]]:
             for chunk in LineReader(store.open_stream(key), uri):
                 for number, raw in chunk.numbered():
                     for record in _records(converter, Chunk(number, [raw])):
-                        if not left:
-                            return
-                        left -= 1
                         yield record
+                        left -= record["rejected"] is None
+                        rejects -= record["rejected"] is not None
+                        if not left or not rejects:
+                            return
 
 
 def _records(converter: Converter, line: Chunk) -> Iterator[dict[str, Any]]:

@@ -237,6 +237,20 @@ def refused(key: str, what: str, hint: str) -> JobError:
     return JobError(Exit.DATA, f"{key}: {what}", f"{hint}, or leave it out with `resume --skip-file {key}`")
 
 
+def refused_by_head(pieces: Iterable[bytes], key: str) -> JobError | None:
+    """What refuses an object by its first bytes alone, None if nothing does; takes 64 KiB of text and no more."""
+    head = b""
+    try:
+        for text in _without_mark(decompress(pieces, key)):
+            head += text
+            if len(head) >= HEAD:
+                break
+        refuse_other_formats(Chunk(1, head[:HEAD].split(b"\n")), key)
+    except JobError as error:
+        return error
+    return None
+
+
 _MAGIC = {
     b"PAR1": "Parquet",
     b"PK\x03\x04": "zip",

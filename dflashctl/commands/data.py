@@ -34,7 +34,8 @@ def add(app: typer.Typer) -> None:
             other, more = _record(against)
             damaged += more
             document = reports.against((out, record), (against, other))
-            show.emit(document, session.output, lambda: reports.against_lines(document), out)
+            standings = [reports.standing(record), reports.standing(other)]
+            show.emit(document, session.output, lambda: reports.against_lines(document, standings), out)
         else:
             wide = session.output == "wide"
             show.emit(reports.report(record), session.output, lambda: reports.lines(record, wide), out)

@@ -55,6 +55,10 @@ def add(app: typer.Typer) -> None:
         if role is not None and known.kind != "train":
             raise UsageError(f"`--role` is of trainings, `{known.run}` is none", "name a training")
         indexes = None if index is None else plan.parse_indexes(index)
+        if indexes:
+            now, facts = look(backend, known, out)
+            if not facts.unread and 0 < now.total <= indexes[-1]:
+                raise UsageError(f"`--index` {index} is not of run `{known.run}`", f"its indexes are 0-{now.total - 1}")
         if failed:
             broken = set(look(backend, known, out)[0].failed)
             indexes = sorted(broken if indexes is None else broken & set(indexes))

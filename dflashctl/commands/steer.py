@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dflashctl.backends.base import Known
     from dflashctl.why import Cause
 
+STOPPED = "Exit143"  # of what SIGTERM has ended
+
 
 def add(app: typer.Typer) -> None:
     """Register the verbs."""
@@ -40,7 +42,9 @@ def add(app: typer.Typer) -> None:
         backend, known, out = opened(session, run)
         now, facts = look(backend, known, out)
         causes = backend.why(known.run)
-        causes = [*_of_out(now.state, now.reason, known, bool(causes)), *causes]
+        if now.state == "suspended":  # that its processes were ended is no cause beside it
+            causes = [cause for cause in causes if cause.kind != STOPPED or known.kind == "train"]
+        causes = [*_of_out(now.state, now.reason, known, causes), *causes]
         if now.state == "succeeded":
             causes = []
         document: dict[str, Any] = {
@@ -73,6 +77,8 @@ def add(app: typer.Typer) -> None:
         if now.state in ENDED or now.state == "suspended":
             show.say(f"run {known.run} is {now.state} already" + (f": {now.reason}" if now.reason else ""))
         else:
+            if known.kind == "train":
+                show.say("the step under way is finished and saved first")
             backend.stop(known.run)
             now, _ = look(backend, known, out)
             show.say(f"run {known.run} {now.state}")
@@ -116,13 +122,16 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-def _of_out(state: str, reason: str, known: Known, told: bool) -> list[Cause]:
-    """What no pod can tell: the gate refused the dataset, or (unless that was told) no Job of the run is known."""
+def _of_out(state: str, reason: str, known: Known, told: list[Cause]) -> list[Cause]:
+    """What no pod can tell: the gate refused the dataset, or (unless more was told) the run is suspended or unknown."""
     from dflashctl.runs import after_refusal
     from dflashctl.why import Cause
 
     if state == "deleted" and not told:
         return [Cause("Deleted", reason, f"`dflashctl resume {known.out}` goes on with what it holds", 100)]
+    if state == "suspended" and not any("dflashctl resume" in cause.remedy for cause in told):
+        words = reason or "stopped; what has a commit is done, all else begins anew"
+        return [Cause("Suspended", words, f"`dflashctl resume {known.run}`", 100)]
     if state != "refused":
         return []
     return [Cause("Refused", reason, after_refusal(reason), 100)]

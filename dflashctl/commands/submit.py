@@ -248,9 +248,9 @@ def _finish(session: Session, done: Started, backend: Backend, detach: bool, sta
         raise Detached(f"detached, run `{run}` goes on", f"see it with `dflashctl status {run} -w`") from None
     from dflashctl import follow
 
-    document = follow.result(done.known, done.out, state, time.monotonic() - started)
+    document, verdict = follow.result(done.known, done.out, state, time.monotonic() - started)
     detached = detach and state == "running"
-    show.emit(document, session.output, lambda: [run] if detached else follow.result_lines(document), run)
+    show.emit(document, session.output, lambda: [run] if detached else follow.result_lines(document, verdict), run)
     return 0 if detached or state == "succeeded" else 3
 
 
