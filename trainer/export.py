@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from trainer.target import read_config, resolve
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 INDEX = "model.safetensors.index.json"  # of a published checkpoint in several files
 OURS = frozenset({CONFIG, WEIGHTS, PROVENANCE})  # what an export may replace
+ZLAB_HINT = "name a z-lab directory: OUT/export or OUT/checkpoints/step-* of a training"
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -45,14 +47,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
         if isinstance(data, dict):
             return data
         why = "not a JSON object"
-    raise JobError(Exit.CONFIG, f"checkpoint `{path}`: no readable {CONFIG}: {why}", "name a z-lab directory")
+    raise JobError(Exit.CONFIG, f"checkpoint `{path}`: no readable {CONFIG}: {why}", ZLAB_HINT)
 
 
 def read_drafter_config(path: Path) -> DrafterConfig:
     """The config.json of a z-lab directory. Raises JobError(78) for what is none."""
     data = read_config_json(path)
     if "speculators_model_type" in data:
-        raise JobError(Exit.CONFIG, f"checkpoint `{path}` is not in z-lab's layout", "name a z-lab directory")
+        raise JobError(Exit.CONFIG, f"checkpoint `{path}` is not in z-lab's layout", ZLAB_HINT)
     try:
         return DrafterConfig.from_dict(data)
     except JobError as error:
@@ -203,6 +205,7 @@ def _story(path: Path) -> dict[str, Any] | None:
 def run(args: ExportArgs) -> None:
     """The verb `export`: a checkpoint to a directory to serve, its provenance carried along."""
     source, out = Path(args.checkpoint), Path(args.out)
+    replaces = out.is_dir() and any(out.iterdir())
     drafter = load_drafter(source)
     provenance = _story(source / PROVENANCE)
     if args.format == ZLAB:
@@ -213,3 +216,4 @@ def run(args: ExportArgs) -> None:
         raise JobError(Exit.USAGE, "the speculators layout stores its target", "give --target")
     else:
         write_speculators(drafter, out, args.target, provenance)
+    print(f"replaced the export in `{out}`" if replaces else f"wrote `{out}`", file=sys.stderr)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflashctl import show
-from dflashctl.commands.common import Session, verb
+from dflashctl.commands.common import Session, keeper, verb
 from dflashctl.errors import ApiError, PreflightError
 
 if TYPE_CHECKING:
     from dflashctl.records import Out
+    from dflashctl.runs import Status
 
 
 def add(app: typer.Typer) -> None:
@@ -34,7 +35,7 @@ def add(app: typer.Typer) -> None:
         from dflashctl.records import QUICK, Out
 
         place = Out(out, QUICK)
-        text = _page(place) if html else ""
+        text = _page(session, place) if html else ""
         if not html:
             return _as_text(session, place)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.uri.rstrip("/").rpartition("/")[2]) or "out"
@@ -48,35 +49,48 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-def _page(out: Out) -> str:
+def _page(session: Session, out: Out) -> str:
     from dflashctl import report, trained
     from tokenizer.store import NotFound
 
     if (record := out.dataset() or out.refused()) is not None:
         return report.of_dataset(out.uri, record)
     identity = trained.read_json(out, trained.RUN).get("identity")
-    if identity is not None:
+    if identity is not None and (now := _training(session, out)) is not None:
         story = trained.read_json(out, trained.PROVENANCE)
         try:
             metrics = out.store.get_bytes(trained.METRICS)
         except NotFound:
             metrics = b""
-        state = "complete" if story.get("finished") is True else "not complete"
+        state = "complete" if now.state == "succeeded" else f"not complete, {now.state}"
         return report.of_training(out.uri, state, metrics, identity, story)
     if out.plan() is not None:
         return report.of_dataset(out.uri, out.summary())
     raise PreflightError(f"`{out.uri}` holds neither a dataset nor a training", "name the OUT of one")
 
 
+def _training(session: Session, out: Out) -> Status | None:
+    """Where a training stands, as `status` says it; None where OUT is none's. One that is complete needs no backend."""
+    from dflashctl import trained
+    from dflashctl.runs import Facts, combine, look
+
+    known = trained.known_of(out, [])
+    if known is None:
+        return None
+    if (told := trained.told(out)).finished:
+        return combine(known, Facts(training=told), None)
+    backend = session.backend()
+    known = trained.known_of(out, backend.runs()) or known
+    return look(keeper(backend, known), known, out)[0]
+
+
 def _as_text(session: Session, out: Out) -> int:
     """What `inspect` or `status` say of it."""
     from dflashctl import inspect, trained
-    from dflashctl.runs import Facts, combine
 
-    known = trained.known_of(out, [])
-    if known is not None:
-        now = combine(known, Facts(training=trained.told(out)), None)
-        show.emit(now.document(), session.output, lambda: trained.block(now), known.run)
+    now = _training(session, out)
+    if now is not None:
+        show.emit(now.document(), session.output, lambda: trained.block(now), now.run)
         return 0
     record = out.dataset() or out.refused()
     if record is None and out.plan() is None:

@@ -177,7 +177,8 @@ def follow_on(session: Session, done: Started, detach: bool) -> int:
     show.say(f"run {known.run} {'started' if done.outcome == 'started' else 'is running already'}")
     if detach:
         show.say(f"see it with `dflashctl status {known.run} -w`")
-        show.emit({"schema": "dflash.train/1", "run": known.run, "state": "running"}, session.output, list, known.run)
+        document = {"schema": "dflash.train/1", "run": known.run, "state": "running"}
+        show.emit(document, session.output, lambda: [known.run], known.run)
         return 0
     status = watch(backend, known, out, Patience(STUCK_S, ("suspended",)).over)
     if status.state != "succeeded":
