@@ -78,15 +78,13 @@ class Metrics:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """What is done within, such as a walk, is no part of a step: neither its time nor what ranks are busy with."""
-        at, busy = time.monotonic(), self._sums()
+        """The time within, such as a walk's, is no step's. What ranks do ahead meanwhile counts for the next step."""
+        at = time.monotonic()
         yield
-        (targets, drafters), (more_targets, more_drafters) = busy, self._sums()
         self._at += time.monotonic() - at
-        self._busy = self._busy[0] + more_targets - targets, self._busy[1] + more_drafters - drafters
 
     def step(self, found: Step) -> None:
-        """Log one step. A micro-batch counts where it ends, though it may have begun before: a share is at most 1."""
+        """Log one step. A micro-batch counts where it ends; it may have been made before the step: at most 1."""
         now, busy = time.monotonic(), self._sums()
         seconds = max(1e-9, now - self._at)
         shares = [
