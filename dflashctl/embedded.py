@@ -57,6 +57,7 @@ class EmbeddedS3:
         flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-webdav=false", "-admin.ui=false", "-master.telemetry=false"]
         flags += [
             "-filer.saveToFilerLimit=65536",
+            "-volume.max=4096",  # every bucket takes some; by default their number follows from the free disk space
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-s3.autoCreateBucket=false",

@@ -278,7 +278,7 @@ def test_small_files_come_first_and_other_formats_not_at_all() -> None:
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks for one repository."""
 
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.0"  # no connection outlives the server
     files: dict[str, bytes]
     asked: list[str]
     SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -35,10 +35,17 @@ class Process:
 
         argv = [here(a) for a in [*container.get("command", []), *container.get("args", [])]]
         given = {**self.env, **{k: here(v) for k, v in env.items()}, "TERMINATION_LOG": str(folder / "termination")}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv, env=given, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+
+        def end() -> None:  # a container ends with its first process: what it left would hold the log open
+            process.wait()
+            self.kill(pod, process, signal.SIGKILL)
+
+        threading.Thread(target=end, daemon=True).start()
+        return process
 
     def kill(self, pod: Object, process: subprocess.Popen[bytes], sig: int) -> None:
         """A container's first process alone is told; what is killed takes all others along."""
