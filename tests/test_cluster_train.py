@@ -30,7 +30,7 @@ from tokenizer.store import Store, open_store
 
 pytestmark = pytest.mark.s3
 IMAGE = "test.example/dflash-trainer:double"
-STEPS = 120
+STEPS = 400  # enough that a drain, a kill and a stop each fall between them on a fast machine, too
 TOML = """backend = "kube"
 namespace = "{namespace}"
 
