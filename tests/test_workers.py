@@ -76,6 +76,21 @@ def test_workers_do_every_task_once_and_the_first_error_ends_all() -> None:
     assert psutil.Process().children() == before
 
 
+def test_forked_workers_take_no_huge_pages_and_leave_their_parent_as_it_was() -> None:
+    def huge_pages() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("THP_enabled:")))
+
+    def work(next_task: Any, report: Any) -> None:
+        while next_task() is not None:
+            report({"huge": huge_pages(), "tasks": 1})
+
+    before, told = huge_pages(), []
+    workers.run(range(4), 2, work, told.append)
+    assert told == [{"huge": 0, "tasks": 1}] * 4
+    assert huge_pages() == before
+
+
 def test_cpus_are_those_of_the_cgroup(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert list(workers._quotas(str(tmp_path))) == [1.5]

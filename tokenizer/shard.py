@@ -75,9 +75,11 @@ class Rows(NamedTuple):
 
 def loss_per_row(rows: Rows) -> NDArray[np.int32]:
     """Loss tokens of each row, int32 [rows]."""
-    running = np.zeros(len(rows.mask) + 1, np.int64)
-    np.cumsum(rows.mask, dtype=np.int64, out=running[1:])
-    return np.diff(running[rows.offsets]).astype(np.int32)
+    lengths = np.diff(rows.offsets)
+    loss = np.zeros(len(lengths), np.int32)
+    full = lengths > 0  # reduceat takes an empty slice for one element
+    loss[full] = np.add.reduceat(rows.mask, rows.offsets[:-1][full], dtype=np.int32) if full.any() else 0
+    return loss
 
 
 def cut(rows: Rows, max_length: int | None) -> Rows:

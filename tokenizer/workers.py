@@ -8,6 +8,7 @@ a task number or an empty line (no more) downwards. A child whose parent is gone
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -27,6 +28,7 @@ from tokenizer.talk import Warnings
 
 Report = Callable[[dict[str, int]], None]  # what a task calls with its progress since the last call
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
 TICK = 0.5  # seconds between two looks at the world while all workers are busy
 
 
@@ -207,7 +209,18 @@ def _child(work: Callable[[Callable[[], int | None], Report], None], channel: so
     logger = logging.getLogger("tokenizer")
     logger.handlers = [Warnings(lambda text: send({"warning": text}))]
     logger.propagate = False
+    _small_pages()
     _apart(lambda: work(next_task, report))
+
+
+def _small_pages() -> None:
+    """From here on no huge pages for this process (prctl(2), PR_SET_THP_DISABLE); nothing where there is none.
+
+    A worker's new memory is a few tens of MB, thinly used. Where a hypervisor takes free memory back, two fresh MB
+    cost milliseconds: 40 of them were a third of a worker's CPU seconds.
+    """
+    if set_option := getattr(ctypes.CDLL(None), "prctl", None):
+        set_option(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def _apart(act: Callable[[], None]) -> None:
