@@ -88,7 +88,7 @@ def _kept(known: dict[str, Any]) -> Path | None:
 def _retried(target: str, ask: Callable[[], Any], tell: Tell) -> Any:
     """What the hub answers. Raises JobError: 78 it says no, 75 it could not be reached."""
     import httpx
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     end, pause = time.monotonic() + PATIENCE_S, 1.0
     while True:
@@ -101,10 +101,8 @@ def _retried(target: str, ask: Callable[[], Any], tell: Tell) -> Any:
             offline = isinstance(error, errors.OfflineModeIsEnabled)
             if offline or time.monotonic() > end:
                 words = "HF_HUB_OFFLINE is set" if offline else _words(error)
-                where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-                raise JobError(
-                    Exit.RETRY, f"target `{target}`: no hub can be reached at {where}: {words}", ELSEWHERE
-                ) from None
+                what = f"target `{target}`: no hub can be reached at {constants.ENDPOINT}: {words}"
+                raise JobError(Exit.RETRY, what, ELSEWHERE) from None
             note(tell, f"the hub does not answer, it is asked again: {_words(error)}")
             time.sleep(min(pause, max(0.1, end - time.monotonic())))
             pause = min(2 * pause, 20.0)
