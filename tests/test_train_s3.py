@@ -59,6 +59,24 @@ def test_another_machine_goes_on_where_one_was_told_to_stop(tmp_path, s3):
 
 
 @pytest.mark.s3
+def test_two_trainings_at_once_on_one_machine_keep_apart(tmp_path, s3):
+    """The same data and the same room for what goes to S3: each OUT gets its own steps, events and parameters."""
+    data, scratch = write_dataset(tmp_path / "data", random_rows(60)), {"DFLASH_SCRATCH": str(tmp_path / "scratch")}
+    places = [f"{s3}/one", f"{s3}/two"]
+    told = [args(data, place, steps=8, checkpoint_every="2", seed=seed) for seed, place in enumerate(places)]
+    for run in [start(one, **scratch) for one in told]:
+        code, _, text = finish(run)
+        assert code == 0, text
+    weights = set()
+    for out in map(open_store, places):
+        steps = [json.loads(line) for line in out.get_bytes("metrics.jsonl").splitlines()]
+        assert [m["step"] for m in steps if "loss" in m] == list(range(1, 9))
+        assert len(list(out.list("tensorboard/"))) == 1
+        weights.add(out.get_bytes("export/model.safetensors"))
+    assert len(weights) == 2
+
+
+@pytest.mark.s3
 def test_a_slow_s3_holds_up_no_step(tmp_path, s3, s3_faults, monkeypatch):
     """A checkpoint of every step, ten seconds a request: steps go on, and the last one gets there all the same."""
     monkeypatch.setenv("DFLASH_SCRATCH", str(tmp_path / "scratch"))

@@ -6,6 +6,7 @@ data again, and none waits for another that does.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -133,7 +134,8 @@ def prepare(args: TrainArgs, work: Path, tell: Tell, beat: Callable[[], None]) -
     lock(out, wanted)
     remote = uri.scheme == "s3"
     scratch = Path(os.environ.get("DFLASH_SCRATCH") or tempfile.gettempdir())
-    staging = Path(os.environ.get(STAGING_ENV) or scratch / "training") / wanted["dataset_sha256"][:12]
+    own = hashlib.sha256(args.out.rstrip("/").encode()).hexdigest()[:12]  # another OUT may be written at the same time
+    staging = Path(os.environ.get(STAGING_ENV) or scratch / "training") / own
     local = staging if remote else Path(uri.path)
     local.mkdir(parents=True, exist_ok=True)
     found = find(out, local, wanted, say, remote)
