@@ -16,11 +16,11 @@ from pathlib import Path
 
 from dflashctl import listing, show
 from dflashctl.config import Settings, Value, unknown_variables
-from dflashctl.errors import CliError, PreflightError
+from dflashctl.errors import CliError
 from dflashctl.model import check_model, resolve_model
 from dflashctl.plan import check_out, check_scheme
 from dflashctl.records import QUICK, Out
-from dflashctl.verify import REMEDY, damage
+from dflashctl.verify import refuse
 from tokenizer.job import JobError
 from trainer.job import TrainArgs
 
@@ -136,9 +136,7 @@ def _out(uri: str) -> str:
     out.store.check()
     record = out.dataset()
     if record is not None:
-        found = next(damage(out, record, hashes=False), None)
-        if found:
-            raise PreflightError(found, REMEDY)
+        refuse(out, record)
         return f"`{out.uri}` holds a complete dataset"
     return f"`{out.uri}` holds {'an unfinished dataset' if out.plan() else 'nothing yet'}"
 

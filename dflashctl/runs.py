@@ -1,18 +1,19 @@
 """Where a run stands: what its backend sees of processes and what OUT holds, folded into one status.
 
 `combine` is pure, so `status`, `wait`, `tokenize` and `ls` cannot disagree. OUT wins over any backend: a dataset that
-is complete has succeeded, whatever became of its Job.
+is complete has succeeded, whatever became of its Job, and one whose files were lost since then has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dflashctl import plan as plans
-from dflashctl import trained
+from dflashctl import trained, verify
 from dflashctl.backends.base import Backend, Known
 from dflashctl.config import Settings
 from dflashctl.errors import ApiError
@@ -33,6 +34,7 @@ class Facts:
     sizes: tuple[int, ...] = ()
     commits: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     dataset: Mapping[str, Any] | None = None
+    damage: tuple[str, ...] = ()  # what of a complete dataset is lost or of another size
     refused: Mapping[str, Any] | None = None
     unsettled: str = ""  # why the dataset could not be finalised, though every index has its commit
     unread: str = ""  # why OUT could not be asked; then the rest is not known
@@ -41,7 +43,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One moment of a run. rows, tokens, loss_tokens, bytes: so far, all indexes together."""
+    """One moment of a run. rows, tokens, loss_tokens, bytes: of what is committed, and of what runs as far as it is."""
 
     run: str
     kind: str
@@ -86,13 +88,14 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     shown = snapshot.indexes if snapshot else ()
     if facts.training is not None:
         shown = trained.filled(shown, facts.training)
-    seen = {index.index: index for index in shown}
-    done = set(facts.commits) | {i for i, index in seen.items() if index.state == "succeeded"}
-    total = len(facts.sizes) or (snapshot.total if snapshot else len(seen))
-    counted: list[Mapping[str, Any]] = [*facts.commits.values()]
-    counted += [index.message for i, index in seen.items() if i not in facts.commits]
+    total = len(facts.sizes) or (snapshot.total if snapshot else len(shown))
     state, reason = _state(known, facts, snapshot, total)
     live = snapshot is not None and state in LIVE
+    counts = _counts(known.kind, facts, live)
+    seen = {index.index: index if counts(index) else replace(index, message={}) for index in shown}
+    done = set(facts.commits) | {i for i, index in seen.items() if index.state == "succeeded" and counts(index)}
+    counted: list[Mapping[str, Any]] = [*facts.commits.values()]
+    counted += [index.message for i, index in seen.items() if i not in facts.commits]
     totals = facts.dataset or {}
     return Status(
         run=known.run,
@@ -116,8 +119,19 @@ def combine(known: Known, facts: Facts, snapshot: Snapshot | None) -> Status:
     )
 
 
+def _counts(kind: str, facts: Facts, live: bool) -> Callable[[Index], bool]:
+    """Whether what an index said counts. One without a commit is done again once nothing runs; while a Job runs OUT is
+    not read at every look, and an OUT that cannot be asked says nothing of commits. A training counts for itself.
+    """
+    states = ("running", "succeeded") if live else ("succeeded",) if facts.unread else ()
+    known = kind == "train" or facts.dataset is not None
+    return lambda index: known or index.index in facts.commits or index.state in states
+
+
 def _state(known: Known, facts: Facts, snapshot: Snapshot | None, total: int) -> tuple[str, str]:
     kind, away = known.kind, known.away
+    if facts.damage:
+        return "failed", verify.words(facts.damage)
     if facts.dataset is not None or (snapshot is None and facts.training is not None and facts.training.finished):
         return "succeeded", ""
     if snapshot is not None and snapshot.state in (*LIVE, "suspended", "stuck"):
@@ -137,6 +151,8 @@ def _state(known: Known, facts: Facts, snapshot: Snapshot | None, total: int) ->
     if snapshot.state == "succeeded" and kind == "tokenize":
         if complete:  # the pods could not finalise it, and neither can we; else it is done any moment
             return "failed" if facts.unsettled else "running", unsettled
+        if not facts.sizes:
+            return "failed", "the Job ended, but OUT holds no plan any more: it was removed or moved away"
         return "failed", f"the Job ended, but {total - len(facts.commits)} of {total} indexes have no commit"
     return snapshot.state, snapshot.reason
 
@@ -185,7 +201,7 @@ def read_facts(out: Out) -> Facts:
         return Facts()
     sizes, dataset = sizes_of(plan), out.dataset()
     if dataset is not None:
-        return Facts(sizes, {}, dataset)
+        return Facts(sizes, {}, dataset, _damage(out, dataset))
     commits = out.commits(out.committed())
     unsettled = ""
     if len(commits) == len(sizes):
@@ -194,7 +210,16 @@ def read_facts(out: Out) -> Facts:
         except StoreError as error:
             unsettled = error.message
         dataset = out.dataset()
-    return Facts(sizes, commits, dataset, None if dataset else out.refused(), unsettled)
+    if dataset is not None:
+        return Facts(sizes, commits, dataset, _damage(out, dataset))
+    return Facts(sizes, commits, refused=out.refused(), unsettled=unsettled)
+
+
+def _damage(out: Out, dataset: Mapping[str, Any]) -> tuple[str, ...]:
+    """By names and sizes alone; where OUT may be read but not listed, nothing is known to be lost."""
+    with contextlib.suppress(StoreError):
+        return tuple(verify.damage(out, dataset, hashes=False))
+    return ()
 
 
 def sizes_of(plan: Plan) -> tuple[int, ...]:

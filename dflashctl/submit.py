@@ -22,6 +22,7 @@ from dflashctl.errors import ApiError, PreflightError, TakenError
 from dflashctl.model import Model, check_model, resolve_model
 from dflashctl.records import PATIENT, Out
 from dflashctl.runs import LIVE, known_of
+from dflashctl.verify import refuse
 from tokenizer.job import (
     GateFlags,
     JobError,
@@ -198,7 +199,8 @@ def tokenize(declaration: plans.Declaration, name: str | None, backend: Backend,
     with backend.exclusive():
         records = out.runs()
         same_identity(prepared, declaration.shards, there, records)
-        if out.dataset() is not None:
+        if (dataset := out.dataset()) is not None:
+            refuse(out, dataset)
             newest = plans.run_of(records[-1].run) if records else run
             return Started(Known(newest, "tokenize", out.uri, newest, 0.0), out, "unchanged")
         out.put_tokenizer(prepared.model)
@@ -254,6 +256,7 @@ def resume(
         records = out.runs()
         pinned, skipped = overlay(plan, records)
         if (dataset := out.dataset()) is not None:
+            refuse(out, dataset)
             done = set(dataset["skipped"])
             for key in [skip_key(text, pinned, ()) for text in skip]:
                 if key not in done:

@@ -7,9 +7,10 @@ that are read in seconds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dflashctl.errors import PreflightError
 from dflashctl.records import Out
 from tokenizer.job import DATASET_INFO, STATE, TOKENIZER_DIR, rejected_name
 
@@ -39,6 +40,18 @@ def damage(out: Out, record: Mapping[str, Any], hashes: bool) -> Iterator[str]:
             yield f"`{uri}` has {there[name]} bytes, {shard['bytes']} were written"
         elif read and _sha256(out, name) != shard["sha256"]:
             yield f"`{uri}` has another content than was written"
+
+
+def words(found: Sequence[str]) -> str:
+    """What `damage` found, as one clause; pure."""
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"damaged since it was complete: {found[0]}{more}"
+
+
+def refuse(out: Out, record: Mapping[str, Any]) -> None:
+    """Raises PreflightError where files of a complete OUT are lost or of another size: nothing writes it again."""
+    if found := list(damage(out, record, hashes=False)):
+        raise PreflightError(f"`{out.uri}` is {words(found)}", REMEDY)
 
 
 def _sha256(out: Out, name: str) -> str:

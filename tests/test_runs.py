@@ -29,6 +29,9 @@ def facts(**more: Any) -> Facts:
     [
         (facts(dataset={"rows": 20}), None, "succeeded", ""),
         (facts(dataset={"rows": 20}), Snapshot("failed", "x"), "succeeded", ""),
+        (facts(dataset={"rows": 20}, damage=("`a` is missing",)), Snapshot("succeeded"), "failed", "`a` is missing"),
+        (facts(dataset={"rows": 20}, damage=("a", "b", "c")), None, "failed", "damaged since it was complete: a, and 2"),
+        (Facts(), Snapshot("succeeded", total=2), "failed", "OUT holds no plan any more"),
         (facts(), Snapshot("running"), "running", ""),
         (facts(), Snapshot("queued", "waits in queue q"), "queued", "waits in queue q"),
         (facts(), Snapshot("suspended"), "suspended", ""),
@@ -78,6 +81,29 @@ def test_counts_are_of_commits_and_of_what_runs() -> None:
     assert (seen.rows, seen.tokens, seen.loss_tokens) == (13, 130, 59)
     assert (seen.bytes, seen.total_bytes) == (2500, 4000)
     assert (seen.total, seen.succeeded, seen.active, seen.failed) == (2, 1, 1, ())
+
+
+@pytest.mark.parametrize("state", ["failed", "suspended", "stuck"])
+def test_what_stands_still_counts_by_its_commits_alone(state: str) -> None:
+    begun = {"rows": 3, "tokens": 30, "loss_tokens": 9, "bytes": 1500, "total_bytes": 3000}
+    indexes = (Index(0, "succeeded", message={"rows": 10}), Index(1, "failed", message=begun), Index(2, "running"))
+    seen = combine(KNOWN, Facts((1000, 3000, 500), {0: COMMIT}), Snapshot(state, total=3, indexes=indexes))
+    assert (seen.rows, seen.tokens, seen.loss_tokens, seen.bytes) == (10, 100, 50, 1000)
+    assert [dict(index.message) for index in seen.indexes] == [{"rows": 10}, {}, {}]
+
+
+def test_while_others_run_what_waits_for_another_try_does_not_count() -> None:
+    begun = {"rows": 3, "tokens": 30, "bytes": 1500}
+    indexes = (Index(0, "pending", 1, message=begun), Index(1, "succeeded", message={"rows": 7, "tokens": 70}))
+    seen = status(facts(), Snapshot("running", total=2, active=1, indexes=indexes))
+    assert (seen.rows, seen.tokens, seen.succeeded, seen.bytes) == (7, 70, 1, 3000)
+
+
+def test_a_job_that_succeeded_has_no_rows_in_an_out_that_is_gone() -> None:
+    done = Snapshot("succeeded", total=1, succeeded=1, indexes=(Index(0, "succeeded", message={"rows": 7}),))
+    assert (status(Facts(), done).rows, status(Facts(), done).succeeded) == (0, 0)
+    unread = status(Facts(unread="no route"), done)
+    assert (unread.rows, unread.succeeded) == (7, 1)  # the best that is known
 
 
 def test_an_index_that_failed_and_has_its_commit_now_is_not_failed() -> None:

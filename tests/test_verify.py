@@ -55,6 +55,42 @@ def test_damage_is_named(name: str, dataset: Path, tmp_path: Path) -> None:
     assert f"out/{file}` " in done.err and words in done.err and "hint: restore it" in done.err
 
 
+@pytest.mark.parametrize("name", [name for name in DAMAGE if name != "one bit"])
+def test_the_run_tells_of_it_too_by_its_name(name: str, tmp_path: Path) -> None:
+    lines = [chat_line(f"q{n}", answer(n)) + "\n" for n in range(20)]
+    for source in ("a", "b"):
+        (tmp_path / f"{source}.jsonl").write_text("".join(lines))
+    run = tokenize(tmp_path, ".", "./out", "--shards", "2", "--min-loss-tokens", "1", "-o", "name").out.strip()
+    file, change, words = DAMAGE[name]
+    change(tmp_path / "out" / file)
+    for reference in (run, "./out"):
+        told = ctl(tmp_path, "status", reference, "-o", "json")
+        assert told.code == 0 and told.json()["state"] == "failed" and told.json()["rows"] == 40
+        assert f"out/{file}` " in told.json()["reason"] and words in told.json()["reason"]
+    assert ctl(tmp_path, "ls", "-o", "json").json()["runs"][0]["state"] == "failed"
+    waited = ctl(tmp_path, "wait", run)
+    assert waited.code == 3 and file in waited.err and f"`dflashctl why {run}`" in waited.err
+    (cause,) = ctl(tmp_path, "why", run, "-o", "json").json()["causes"]
+    assert cause["kind"] == "Damaged" and file in cause["message"] and cause["remedy"] == verify.REMEDY
+    same = tokenize(tmp_path, ".", "./out", "--shards", "2", "--min-loss-tokens", "1")
+    for again in (ctl(tmp_path, "resume", run), same):
+        assert again.code == 4 and words in again.err and verify.REMEDY in again.err
+
+
+def test_an_out_that_is_gone_is_told_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(chat_line(f"q{n}", answer(n)) + "\n" for n in range(20)))
+    args = ("a.jsonl", "./out", "--min-loss-tokens", "1")
+    run = tokenize(tmp_path, *args, "-o", "name").out.strip()
+    shutil.rmtree(tmp_path / "out")
+    told = ctl(tmp_path, "status", run, "-o", "json")
+    assert told.code == 0 and told.json()["state"] == "failed" and "no plan any more" in told.json()["reason"]
+    assert told.json()["rows"] == 0 and told.json()["indexes"]["succeeded"] == 0
+    (cause,) = ctl(tmp_path, "why", run, "-o", "json").json()["causes"]
+    assert "the same `dflashctl tokenize` again" in cause["remedy"]
+    again = tokenize(tmp_path, *args, "-o", "json")
+    assert again.code == 0 and again.json()["rows"] == 20
+
+
 def test_a_whole_dataset_is_none(dataset: Path, tmp_path: Path) -> None:
     done = ctl(tmp_path, "inspect", str(dataset))
     assert done.code == 0 and "error" not in done.err and "warning" not in done.err

@@ -16,6 +16,7 @@ from dflashctl.errors import UsageError, redact, secrets_of
 
 if TYPE_CHECKING:
     from dflashctl.backends.base import Known
+    from dflashctl.runs import Facts, Status
     from dflashctl.why import Cause
 
 STOPPED = "Exit143"  # of what SIGTERM has ended
@@ -44,7 +45,7 @@ def add(app: typer.Typer) -> None:
         causes = backend.why(known.run)
         if now.state == "suspended":  # that its processes were ended is no cause beside it
             causes = [cause for cause in causes if cause.kind != STOPPED or known.kind == "train"]
-        causes = [*_of_out(now.state, now.reason, known, causes), *causes]
+        causes = [*_of_out(now, facts, known, causes), *causes]
         if now.state == "succeeded":
             causes = []
         document: dict[str, Any] = {
@@ -122,11 +123,21 @@ def add(app: typer.Typer) -> None:
         return 0
 
 
-def _of_out(state: str, reason: str, known: Known, told: list[Cause]) -> list[Cause]:
-    """What no pod can tell: the gate refused the dataset, or (unless more was told) the run is suspended or unknown."""
+def _of_out(now: Status, facts: Facts, known: Known, told: list[Cause]) -> list[Cause]:
+    """What no pod can tell: the gate refused the dataset, it was damaged, or (unless more was told) the run is
+    suspended, unknown, or without what it had written.
+    """
     from dflashctl.runs import after_refusal
+    from dflashctl.verify import REMEDY
     from dflashctl.why import Cause
 
+    state, reason = now.state, now.reason
+    if facts.damage:
+        return [Cause("Damaged", reason, REMEDY, 100)]
+    if state == "failed" and not told:
+        again = f"`dflashctl resume {known.run}` does what has no commit"
+        gone = "put OUT back where it was, or run the same `dflashctl tokenize` again"
+        return [Cause("NotComplete", reason, again if facts.sizes else gone, 100)]
     if state == "deleted" and not told:
         return [Cause("Deleted", reason, f"`dflashctl resume {known.out}` goes on with what it holds", 100)]
     if state == "suspended" and not any("dflashctl resume" in cause.remedy for cause in told):

@@ -82,7 +82,8 @@ def add(app: typer.Typer) -> None:
         now = follow.watch(backend, known, out, patience.over, timeout=limit)
         show.emit(now.document(), session.output, lambda: follow.status_block(now, None), known.run)
         if now.state != "succeeded":
-            raise RunFailed(f"run `{known.run}` {now.state}" + (f": {now.reason}" if now.reason else ""))
+            words = f"run `{known.run}` {now.state}" + (f": {now.reason}" if now.reason else "")
+            raise RunFailed(words, f"see `dflashctl why {known.run}`")
         return 0
 
     @verb(app)
