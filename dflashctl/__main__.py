@@ -22,7 +22,7 @@ def main() -> int:
 
         return interrupt.leave(run())
     except KeyboardInterrupt:  # while modules were loaded
-        print("error: interrupted", file=sys.stderr)
+        print(interrupt.WORDS, file=sys.stderr)
         return interrupt.leave(interrupt.CODE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from dflashctl import show
+from dflashctl import interrupt, show
 from dflashctl.commands import balance, common, data, logs, models, report, steer, submit, train, watch
 from dflashctl.errors import Detached, describe
 
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has gone (`| head`): nobody is left to tell.
         sys.stdout = None  # type: ignore[assignment]
         return 1
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        code = interrupt.CODE
+    except Exception as error:
         if callable(getattr(error, "format_message", None)):  # what the parser refuses; its class is not public
             context = getattr(error, "ctx", None)
             path = getattr(context, "command_path", "dflashctl") or "dflashctl"
@@ -70,6 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             show.fail(message, hint)
         return int(code)
-    if code == 130:  # the parser takes Ctrl-C for an exit of its own, without a word
-        show.fail("interrupted")
+    if code == interrupt.CODE:  # the parser takes Ctrl-C for an exit of its own, without a word
+        show.say(interrupt.WORDS)
     return int(code or 0)

@@ -94,8 +94,6 @@ def describe(error: BaseException) -> tuple[int, str, str]:
         code, message, hint = known.get(error.code, 1), error.message, error.hint
         if getattr(error, "kind", "") in ("credentials", "denied", "bucket", "endpoint"):
             code = 4
-    elif isinstance(error, KeyboardInterrupt):
-        code, message, hint = 130, "interrupted", ""
     elif isinstance(error, OSError):
         where = f"`{error.filename}`: " if error.filename else ""
         code, message, hint = 1, f"{where}{error.strerror or error}", ""

@@ -17,6 +17,7 @@ import time
 
 GRACE_S = 0.4  # for the main thread's own words
 CODE = 130
+WORDS = "interrupted; a run that has started goes on, see `dflashctl status -w`"  # nothing failed: it was asked for
 
 
 def guard() -> None:
@@ -32,7 +33,7 @@ def _watch(told: int) -> None:
         pass
     time.sleep(GRACE_S)
     with contextlib.suppress(OSError):
-        os.write(2, b"error: interrupted\nhint: a run that has started goes on, see `dflashctl status -w`\n")
+        os.write(2, WORDS.encode() + b"\n")
     os._exit(CODE)
 
 

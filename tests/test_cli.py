@@ -11,6 +11,8 @@ from cli_fixtures import ctl, tokenize
 from job_fixtures import ROOT, answer, chat_line, contents, write_corpus
 from vocab import tiny_dir
 
+from dflashctl import interrupt
+
 RESULT = [
     "schema", "run", "state", "out", "lines_seen", "lines_kept", "lines_rejected", "turns_rejected",
     "rows", "tokens", "loss_tokens", "seconds",
@@ -238,7 +240,7 @@ def test_logs_as_one_object(done: Path) -> None:
 def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path, place: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS.format(place))
     done = ctl(tmp_path, "tokenize", "in", "--out", "o", "--model", "m", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "error: interrupted"), done.err
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", interrupt.WORDS), done.err
     assert "Traceback" not in done.err
 
 
