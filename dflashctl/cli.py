@@ -61,10 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = interrupt.CODE
     except Exception as error:
-        if callable(getattr(error, "format_message", None)):  # what the parser refuses; its class is not public
+        told = getattr(error, "format_message", None)
+        if callable(told):  # what the parser refuses; its class is not public
             context = getattr(error, "ctx", None)
             path = getattr(context, "command_path", "dflashctl") or "dflashctl"
-            show.fail(error.format_message().rstrip("."), f"see `{path} --help`")  # type: ignore[union-attr]
+            show.fail(told().rstrip("."), f"see `{path} --help`")
             return 2
         code, message, hint = describe(error)
         if isinstance(error, Detached):  # what was asked for
