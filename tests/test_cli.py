@@ -170,6 +170,18 @@ def test_preview_marks_what_is_learnt(done: Path) -> None:
         assert refused.code == 2 and f"`--preview` {none} is below 1" in refused.err
 
 
+def test_a_preview_of_what_cannot_be_read_speaks_of_no_run(done: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("version https://git-lfs.github.com/spec/v1\nsize 3\n")
+    failed = tokenize(tmp_path, "a.jsonl", "unused", "--preview", "2")
+    assert failed.code == 4 and "a.jsonl: a Git LFS pointer" in failed.err, failed.err
+    assert "hint: fetch it: git lfs pull, or leave it out\n" in failed.err
+    pinned = ("--batch-input", "a.jsonl", "--batch-input", "b.jsonl")
+    failed = tokenize(tmp_path, str(done / "in"), "unused", "--preview", "2", *pinned)
+    assert failed.code == 4 and "a.jsonl: a Git LFS pointer" in failed.err and "b.jsonl: a Git LFS" in failed.err
+    assert "resume" not in failed.err
+
+
 def test_dry_run_with_shards_asks_nothing(tmp_path: Path) -> None:
     dry = ctl(
         tmp_path, "tokenize", "s3://nobody/in", "--out", "s3://nobody/out", "--model", "no/such", "--shards", "4",

@@ -29,7 +29,7 @@ from job_fixtures import (
 )
 
 from tokenizer.index import convert_object
-from tokenizer.job import FILTERED, MALFORMED, Exit, GateFlags, JobError, Reject, Spec
+from tokenizer.job import FILTERED, MALFORMED, Exit, GateFlags, Reject, Spec
 from tokenizer.read import LineReader
 from tokenizer.requests import Spool
 from tokenizer.shard import close, read_commit
@@ -190,14 +190,21 @@ def test_a_row_that_hides_in_a_request_file_is_not_lost_silently(tmp_path: Path)
     file = tmp_path / "requests.jsonl"
     file.write_text(f"{request}\n\n{chat}\n")
     (found,) = objects(str(file))
-    with pytest.raises(JobError, match=r"requests.jsonl:3: no OpenAI batch request") as error:
-        Spool(tmp_path / "spool").fill(found, Options())
-    assert error.value.code == Exit.DATA and "file of their own" in error.value.hint
+    lfs = tmp_path / "lfs.jsonl"
+    lfs.write_text("version https://git-lfs.github.com/spec/v1\nsize 3\n")
+    good = tmp_path / "good.jsonl"
+    good.write_text(f"{request}\n")
+    several = [*objects(str(file)), *objects(str(good)), *objects(str(lfs))]
+    digests, refused = Spool(tmp_path / "spool").fill(several, Options())
+    assert len(digests) == 3 and digests[1] == hashlib.sha256(good.read_bytes()).hexdigest()
+    assert [refusal.key for refusal in refused] == [str(file), str(lfs)]
+    assert "requests.jsonl:3: no OpenAI batch request" in refused[0].message
+    assert refused[0].code == Exit.DATA and "file of their own" in refused[0].hint
     surrogate = json.dumps({"custom_id": "r1", "body": {"messages": "\ud800"}})
     file.write_text(surrogate + "\n")
     (found,) = objects(str(file))
     spool = Spool(tmp_path / "other")
-    spool.fill(found, Options())
+    assert spool.fill([found], Options())[1] == []
     with pytest.raises(Reject, match="lone_surrogate"):
         spool.lookup()("r1")
 

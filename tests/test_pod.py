@@ -243,6 +243,47 @@ def test_all_unreadable_files_of_an_index_are_named_at_once(tmp_path: Path) -> N
         assert f"`resume {every}`" in hint and "one-line" not in words + hint and "part-000" not in words + hint
 
 
+def asked(number: int) -> str:
+    body = {"messages": [{"role": "user", "content": f"q {number}"}]}
+    return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n"
+
+
+def test_unreadable_request_files_are_named_at_once_and_with_them_the_objects(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "in", 1, 5)
+    (source / "lfs.jsonl").write_text("version https://git-lfs.github.com/spec/v1\nsize 3\n")
+    folder = tmp_path / "requests"
+    folder.mkdir()
+    bad = {"list.jsonl": b"[\n {}\n]\n", "wide.jsonl": asked(1).encode("utf-16"), "rows x.jsonl": GOOD.encode()}
+    for name, data in {"good.jsonl": asked(2).encode(), **bad}.items():
+        (folder / name).write_bytes(data)
+    pinned = objects(str(folder))
+    needing = {o.key: pinned for o in objects(str(source))}
+    _, args, _ = prepare(str(tmp_path / "out"), str(source), shards=1, batch_inputs=needing)
+    for workers in ("1", "2"):
+        code, lines, _ = finish(pod(replace(args, workers=int(workers)), 0))
+        words, hint = lines[-1]["message"], lines[-1]["hint"]
+        named = sorted([*(str(folder / name) for name in bad), str(source / "lfs.jsonl")])
+        assert code == Exit.DATA and all(words.count(name) == 1 for name in named), words
+        assert f"`resume {' '.join(f'--skip-file {shlex.quote(name)}' for name in named)}`" in hint, hint
+        assert "good.jsonl" not in words + hint and "part-000" not in words + hint
+
+
+def test_an_object_of_batch_requests_alone_is_no_data(tmp_path: Path) -> None:
+    """The command line takes request files out where it sees them; of many objects on S3 it looks into a few."""
+    source = write_corpus(tmp_path / "in", 2, 5)
+    (source / "part-001.jsonl").write_text("\n" + "".join(asked(n) for n in range(3)))
+    _, args, _ = prepare(str(tmp_path / "out"), str(source), shards=2)
+    assert finish(pod(args, 0))[0] == 0
+    code, lines, _ = finish(pod(args, 1))
+    words, hint = lines[-1]["message"], lines[-1]["hint"]
+    assert code == Exit.DATA and f"{source}/part-001.jsonl: OpenAI batch requests alone" in words
+    assert "`--batch-input`" in hint and f"--skip-file {source}/part-001.jsonl" in hint
+    (source / "part-001.jsonl").write_text(asked(1) + GOOD)  # beside rows it is a line that is not taken
+    _, args, store = prepare(str(tmp_path / "mixed"), str(source), shards=2)
+    assert finish(pod(args, 1))[0] == 0
+    assert json.loads(store.get_bytes("commits/00001.json"))["lines"]["rejected"] == {"no_completion": 1}
+
+
 def test_a_good_pod_says_what_it_did(tmp_path: Path) -> None:
     message = tmp_path / "termination-log"
     _, args, store = prepare(str(tmp_path / "out"), str(write_corpus(tmp_path / "in", 1, 20)))

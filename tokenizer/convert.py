@@ -68,6 +68,7 @@ class Converter:
         self.spec = spec
         self.lookup = lookup
         self.tally = Tally()
+        self.requests = 0  # lines that are OpenAI batch requests, all of them rejected
         self.frequent = Frequent()
 
     def chunk(self, chunk: Chunk) -> Iterator[Output]:
@@ -81,6 +82,7 @@ class Converter:
                 size += self._parse(entry, rows)
             except Reject as reject:
                 entry.rejected = [(None, reject)]
+                self.requests += reject.detail == dialects.REQUEST_ALONE
             except RecursionError:  # what the JSON reader still takes, nobody can walk through
                 entry.rejected = [(None, Reject("invalid_json", "nested too deep"))]
             except Exception as error:

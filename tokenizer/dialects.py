@@ -31,6 +31,7 @@ __all__ = ["Conversation", "Lookup", "Reply", "loads", "parse"]
 
 Lookup = Callable[[str], Json | None]
 
+REQUEST_ALONE = "a batch request without its response: it is read for --batch-input alone"
 _BOM = b"\xef\xbb\xbf"
 _LISTS = ("messages", "conversations", "message_log")
 _ANSWERS = ("completion", "response", "output")
@@ -181,7 +182,7 @@ def _is_batch(response: object) -> bool:
 
 def _batch(row: Json, lookup: Lookup | None) -> Parts:
     if row.get("response") is None and not row.get("error"):
-        raise Reject("no_completion", "a batch request without its response: it is read for --batch-input alone")
+        raise Reject("no_completion", REQUEST_ALONE)
     name = row["custom_id"]
     asked = lookup(name) if lookup is not None and type(name) is str else None
     parts = batch(row, asked)

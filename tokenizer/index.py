@@ -11,7 +11,7 @@ import gc
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,15 @@ from tokenizer.job import (
     rejected_name,
     shard_name,
 )
-from tokenizer.read import LineReader, refused_by_head
+from tokenizer.read import LineReader, Refused, refused_by_head
 from tokenizer.shard import START, batch_digest, content_sha256, join
 from tokenizer.store import Options, Store, StoreError, locate
 from tokenizer.tally import Tally, repeated
 
 LOOKED_INTO = 256  # objects of an index that has failed, for others that cannot be read
 NAMED = 12  # of those
+REQUESTS = "requests.json"  # in the scratch directory: digests of the request files
+NO_DATA = "name it with `--batch-input`, into another --out, if its replies are among the inputs"
 GLANCE = Options(patience=5, on_retry=lambda text: None)
 
 
@@ -120,6 +122,8 @@ def convert_object(
             told = total
             gc.collect()
     tally = converter.tally
+    if tally.lines_seen and converter.requests == tally.lines_seen:
+        raise Refused(obj.key, "OpenAI batch requests alone, no replies", NO_DATA)
     if task == 0:  # decoding may load a tokenizer: for the samples that will be shown, not for those of every object
         tally.samples = [decoded(s, model.encoder.decode) for s in tally.samples]
     record = {
@@ -154,9 +158,13 @@ def convert_index(
     options = Options(threads=max(1, downloads // max(1, count)), auth_patience=90)
 
     def fill(next_task: Callable[[], int | None], report: workers.Report) -> None:
-        while (task := next_task()) is not None:
-            sha256 = spool.fill(joined[task], options)
-            _part(folder, task, "request").write_text(sha256, encoding="ascii")
+        while next_task() is not None:
+            digests, refused = spool.fill(joined, options)
+            if refused:
+                found = {refusal.key: refusal for refusal in refused}
+                name_all(refused[0], refused[0].key, found | unreadable(objects))
+                raise refused[0]
+            (folder / REQUESTS).write_text(json.dumps(digests), encoding="ascii")
 
     def work(next_task: Callable[[], int | None], report: workers.Report) -> None:
         gc.freeze()  # what was loaded before the fork is never garbage; a chunk's own is collected after it
@@ -166,21 +174,22 @@ def convert_index(
             convert_object(objects[task], task, model, spec, lookup, folder, options, report)
 
     if joined:  # in a child, too: reading may start threads, and nobody forks after those
-        workers.run(range(len(joined)), 1, fill, on_progress, on_tick, on_warning)
+        workers.run([0], 1, fill, on_progress, on_tick, on_warning, fork_one=True)
     largest_first = sorted(range(len(objects)), key=lambda i: (-objects[i].size, i))
     try:
         workers.run(largest_first, count, work, on_progress, on_tick, on_warning)
     except JobError as error:
         if error.code == Exit.DATA:
-            name_others(error, objects)
+            own = next((obj.key for obj in objects if error.message.startswith(f"{obj.key}: ")), "")
+            name_all(error, own, unreadable(objects))
         raise
     return _assemble(index, plan, objects, joined, batch, folder, model)
 
 
-def name_others(error: JobError, objects: Sequence[Obj]) -> None:
-    """Add to the refusal of one object what the heads of others tell of them: so all are mended, or left out, at once.
+def unreadable(objects: Sequence[Obj]) -> dict[str, JobError]:
+    """Refusals by key of those objects whose heads tell that they cannot be read.
 
-    A store that says no ends the looking: the refusal stands without it.
+    A store that says no ends the looking: what it is for stands without it.
     """
     found: dict[str, JobError] = {}
     for obj in objects[:LOOKED_INTO]:
@@ -190,13 +199,19 @@ def name_others(error: JobError, objects: Sequence[Obj]) -> None:
             refusal = refused_by_head(stream, obj.key)
         if isinstance(refusal, StoreError) and refusal.code != Exit.DATA:
             break
-        if refusal is not None and not isinstance(refusal, StoreError) and len(found) < NAMED:
+        if refusal is not None and not isinstance(refusal, StoreError):
             found[obj.key] = refusal
-    own = next((obj.key for obj in objects if error.message.startswith(f"{obj.key}: ")), "")
-    others = [refusal.message for key, refusal in found.items() if key != own]
-    if others:
-        error.message += "; also unreadable: " + "; ".join(others)
-        flags = " ".join(f"--skip-file {shlex.quote(key)}" for key in sorted({*found, *([own] if own else [])}))
+    return found
+
+
+def name_all(error: JobError, own: str, found: Mapping[str, JobError]) -> None:
+    """Add the refusals of others to that of one object (`own`): so all are mended, or left out, at once."""
+    others = {key: refusal for key, refusal in found.items() if key != own}
+    named = dict(list(others.items())[:NAMED])
+    if named:
+        error.message += "; also unreadable: " + "; ".join(refusal.message for refusal in named.values())
+        error.message += f"; and {len(others) - len(named)} more" if len(others) > len(named) else ""
+        flags = " ".join(f"--skip-file {shlex.quote(key)}" for key in sorted({*named, *([own] if own else [])}))
         error.hint += f"; all of them: `resume {flags}`"
 
 
@@ -230,6 +245,7 @@ def _assemble(
                     texts.setdefault(key, record["texts"][key])
     shard, rejects = folder / "shard.arrow", folder / "rejects.jsonl"
     shard_sha256, shard_bytes = join([_part(folder, t, "arrow") for t in range(len(objects))], shard)
+    requested = json.loads((folder / REQUESTS).read_text(encoding="ascii")) if joined else []
     digest = hashlib.sha256()
     with rejects.open("wb") as file:
         for task in range(len(objects)):
@@ -248,10 +264,7 @@ def _assemble(
             "bytes": rejects.stat().st_size,
         },
         "objects": read_objects,
-        "batch_inputs": [
-            {"key": o.key, "sha256": _part(folder, t, "request").read_text(encoding="ascii")}
-            for t, o in enumerate(joined)
-        ],
+        "batch_inputs": [{"key": o.key, "sha256": sha256} for o, sha256 in zip(joined, requested, strict=True)],
         "skipped": sorted({o.key for o in batch.objects} - {o.key for o in objects}),
         **total.record(),
         "supervised": [

@@ -10,13 +10,13 @@ from typing import Any
 
 from tokenizer import workers
 from tokenizer.convert import Converter, spans
-from tokenizer.index import load_model
+from tokenizer.index import load_model, name_all
 from tokenizer.job import PREVIEW_REJECTS as REJECTS
 from tokenizer.job import Exit, JobError, Obj, PreviewArgs, Spec
-from tokenizer.read import Chunk, LineReader
+from tokenizer.read import Chunk, LineReader, Refused
 from tokenizer.requests import Spool
 from tokenizer.scratch import scratch
-from tokenizer.store import Options, locate
+from tokenizer.store import Options, StoreError, locate
 
 ONCE = Options(patience=20)
 
@@ -40,8 +40,10 @@ def rows(args: PreviewArgs) -> Iterator[dict[str, Any]]:
         lookup = None
         if args.batch_inputs:
             spool = Spool(folder / "requests.sqlite")
-            for uri in args.batch_inputs:
-                spool.fill(_obj(uri), ONCE)
+            _, refused = spool.fill([_obj(uri) for uri in args.batch_inputs], ONCE)
+            if refused:
+                name_all(refused[0], refused[0].key, {refusal.key: refusal for refusal in refused})
+                raise refused[0]
             lookup = spool.lookup()
         for uri in args.objects:
             store, key = locate(uri, ONCE)
@@ -97,6 +99,10 @@ def main(argv: list[str]) -> int:
     except (JobError, ValueError, OSError) as error:
         known = JobError(Exit.USAGE, str(error)) if isinstance(error, ValueError) else error
         code, text, hint, _ = workers.describe(known)
+        if isinstance(error, Refused):  # there is no run that could leave it out
+            hint = f"{error.mend}, or leave it out"
+        elif isinstance(error, StoreError) and error.kind == "changed":
+            hint = "run it again"
         print(f"error: {text}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
         return int(code)
     return int(Exit.OK)

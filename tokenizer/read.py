@@ -15,6 +15,7 @@ What cannot be read to its end, or is no JSON lines file at all, is refused as a
 from __future__ import annotations
 
 import hashlib
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def decompress(pieces: Iterable[bytes], key: str) -> Iterator[bytes]:
     if start.startswith(b"\x28\xb5\x2f\xfd") or (start[1:4] == b"\x2a\x4d\x18" and start[0] & 0xF0 == 0x50):
         return _unzstd(start, pieces, key)
     if start and len(start) < 4 and key.lower().endswith((".gz", ".zst")):
-        raise refused(key, "cut off within its first bytes", "transfer it again")
+        raise Refused(key, "cut off within its first bytes", "transfer it again")
     return _chained(start, pieces)
 
 
@@ -195,7 +196,7 @@ def _gunzip(start: bytes, pieces: Iterator[bytes], key: str) -> Iterator[bytes]:
             try:
                 out = member.decompress(data, GZIP_OUT)
             except zlib.error as error:
-                raise refused(key, f"corrupt gzip: {error}", "compress it again from its source") from error
+                raise Refused(key, f"corrupt gzip: {error}", "compress it again from its source") from error
             if out:
                 yield out
             if member.eof:
@@ -205,7 +206,7 @@ def _gunzip(start: bytes, pieces: Iterator[bytes], key: str) -> Iterator[bytes]:
                 if not data:  # what zlib still holds comes out before the trailer is taken
                     break
     if begun:
-        raise refused(key, "cut gzip: it ends in the middle", "transfer it again from its source")
+        raise Refused(key, "cut gzip: it ends in the middle", "transfer it again from its source")
 
 
 def _unzstd(start: bytes, pieces: Iterator[bytes], key: str) -> Iterator[bytes]:
@@ -222,19 +223,25 @@ def _unzstd(start: bytes, pieces: Iterator[bytes], key: str) -> Iterator[bytes]:
             try:
                 out = frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise refused(key, f"corrupt zstd: {error}", "compress it again from its source") from error
+                raise Refused(key, f"corrupt zstd: {error}", "compress it again from its source") from error
             if out:
                 yield out
             data, begun = (frame.unused_data, False) if frame.eof else (b"", True)
     if begun:
-        raise refused(key, "cut zstd: it ends in the middle", "transfer it again from its source")
+        raise Refused(key, "cut zstd: it ends in the middle", "transfer it again from its source")
 
 
 # -- what is no JSON lines file
 
 
-def refused(key: str, what: str, hint: str) -> JobError:
-    return JobError(Exit.DATA, f"{key}: {what}", f"{hint}, or leave it out with `resume --skip-file {key}`")
+class Refused(JobError):
+    """Ends an index (65): an object that cannot be taken. `mend`: what would make it one that can."""
+
+    def __init__(self, key: str, what: str, mend: str, line: int | None = None) -> None:
+        place = key if line is None else f"{key}:{line}"
+        hint = f"{mend}, or leave it out with `resume --skip-file {shlex.quote(key)}`"
+        super().__init__(Exit.DATA, f"{place}: {what}", hint)
+        self.key, self.mend = key, mend
 
 
 def refused_by_head(pieces: Iterable[bytes], key: str) -> JobError | None:
@@ -276,18 +283,18 @@ def refuse_other_formats(chunk: Chunk, key: str) -> None:
     two = next(lines, b"")
     for magic, name in _WIDE.items():
         if one.startswith(magic):
-            raise refused(key, f"{name} text, expected UTF-8", f"convert it: iconv -f {name} -t UTF-8")
+            raise Refused(key, f"{name} text, expected UTF-8", f"convert it: iconv -f {name} -t UTF-8")
     for magic, name in _MAGIC.items():
         if one.startswith(magic):
-            raise refused(key, f"a file of format {name}, expected JSON lines", "convert it to .jsonl")
+            raise Refused(key, f"a file of format {name}, expected JSON lines", "convert it to .jsonl")
     if one[:256].count(0) * 4 >= len(one[:256]) > 0:
-        raise refused(key, "UTF-16, UTF-32 or binary data, expected UTF-8", "convert it to UTF-8")
+        raise Refused(key, "UTF-16, UTF-32 or binary data, expected UTF-8", "convert it to UTF-8")
     if one.startswith(b"version https://git-lfs"):
-        raise refused(key, "a Git LFS pointer, not the file itself", "fetch it: git lfs pull")
+        raise Refused(key, "a Git LFS pointer, not the file itself", "fetch it: git lfs pull")
     first = one.lstrip()[:1]
     if first == b"<":
-        raise refused(key, "an HTML or XML page, expected JSON lines", "it may be an error page: download it again")
+        raise Refused(key, "an HTML or XML page, expected JSON lines", "it may be an error page: download it again")
     if first == b"[":
-        raise refused(key, "one JSON list, expected one object per line", "convert it: jq -c '.[]'")
+        raise Refused(key, "one JSON list, expected one object per line", "convert it: jq -c '.[]'")
     if first == b"{" and one.rstrip()[-1:] in (b"{", b"[", b",") and two[:1] in (b" ", b"\t", b'"', b"}", b"]"):
-        raise refused(key, "pretty-printed JSON, expected one object per line", "convert it: jq -c .")
+        raise Refused(key, "pretty-printed JSON, expected one object per line", "convert it: jq -c .")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tokenizer import dialects
-from tokenizer.job import Exit, JobError, Obj, Reject
-from tokenizer.read import LineReader
+from tokenizer.job import Obj, Reject
+from tokenizer.read import LineReader, Refused
 from tokenizer.store import Options, locate
 
 AMBIGUOUS = b""  # stands for an id that two different requests bear
@@ -25,28 +25,34 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def fill(self, obj: Obj, options: Options) -> str:
-        """Adds the requests of one object; returns the SHA-256 (hex) of the bytes read.
+    def fill(self, objects: Sequence[Obj], options: Options) -> tuple[list[str], list[Refused]]:
+        """Takes the requests of the objects: the SHA-256 (hex) of each one's bytes, and those that cannot be taken.
 
-        Raises JobError 65 for a line that is no request: nobody else reads this object, so it would be lost silently.
+        A line that is no request refuses its object: nobody else reads that, so the line would be lost silently. All
+        are read to their end, so that all are named; where one is refused, what is in the file is of no use.
         """
-        store, key = locate(obj.key, options)
-        lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
+        digests: list[str] = []
+        refused: list[Refused] = []
         try:
             with closing(sqlite3.connect(self.path)) as base:
                 base.execute("PRAGMA journal_mode = OFF")
                 base.execute("PRAGMA synchronous = OFF")
                 base.execute("CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID")
-                for chunk in lines:
-                    base.executemany(INSERT, ((_custom_id(obj, n, raw), raw, AMBIGUOUS) for n, raw in chunk.numbered()))
-                    if chunk.too_long is not None:
-                        raise _no_request(obj, chunk.too_long[0])
+                for obj in objects:
+                    store, key = locate(obj.key, options)
+                    lines = LineReader(store.open_stream(key, obj.etag, obj.size), obj.key)
+                    try:
+                        for requests in _requests(obj, lines):
+                            base.executemany(INSERT, requests)
+                    except Refused as error:
+                        refused.append(error)
+                    digests.append(lines.sha256)
                 base.commit()
         except sqlite3.OperationalError as error:
             if "full" not in str(error):
                 raise
             raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
-        return lines.sha256
+        return digests, refused
 
     def lookup(self) -> Callable[[str], dict[str, Any] | None]:
         """The request of an id, None if there is none; Reject `no_prompt` if two requests share it. After the fork."""
@@ -64,6 +70,14 @@ class Spool:
         return find
 
 
+def _requests(obj: Obj, lines: LineReader) -> Iterator[list[tuple[str, bytes, bytes]]]:
+    """The values of INSERT, chunk by chunk. Raises Refused."""
+    for chunk in lines:
+        yield [(_custom_id(obj, number, raw), raw, AMBIGUOUS) for number, raw in chunk.numbered()]
+        if chunk.too_long is not None:
+            raise _no_request(obj, chunk.too_long[0])
+
+
 def _custom_id(obj: Obj, number: int, raw: bytes) -> str:
     try:
         value = json.loads(raw)
@@ -74,9 +88,6 @@ def _custom_id(obj: Obj, number: int, raw: bytes) -> str:
     raise _no_request(obj, number)
 
 
-def _no_request(obj: Obj, number: int) -> JobError:
-    return JobError(
-        Exit.DATA,
-        f"{obj.key}:{number}: no OpenAI batch request, in a file of them",
-        "a request file holds `custom_id` and `body` in every line: put other rows into a file of their own",
-    )
+def _no_request(obj: Obj, number: int) -> Refused:
+    mend = "a request file holds `custom_id` and `body` in every line: put other rows into a file of their own"
+    return Refused(obj.key, "no OpenAI batch request, in a file of them", mend, number)

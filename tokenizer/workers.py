@@ -66,18 +66,19 @@ def run(
     on_progress: Callable[[dict[str, int]], None],
     on_tick: Callable[[], None] = lambda: None,
     on_warning: Callable[[str], None] = lambda text: None,
+    fork_one: bool = False,
 ) -> None:
     """Runs `work(next_task, report)` in min(workers, tasks) children until all tasks are done, in the order given.
 
     One worker needs no child: it runs here, since after a fork every object it touches is a copied page (a fifth of
-    the CPU seconds of 10 M tokens). So nobody may fork after a run of one.
+    the CPU seconds of 10 M tokens). So nobody may fork after a run of one, unless that had its child (fork_one).
 
     work: called once in each child; takes tasks from next_task() until that is None. on_tick is called in the parent,
     at least every TICK seconds (with one worker: at each report); on_warning gets what children log. Raises the first
     failure as WorkerFailed (with one worker: as it is); then, as
     on any other exception here, no child is left behind.
     """
-    if min(workers, len(tasks)) == 1:
+    if min(workers, len(tasks)) == 1 and not fork_one:
         _here(tasks, work, on_progress, on_tick)
         return
     queue = list(reversed(tasks))
