@@ -137,9 +137,17 @@ def job_record(home: str, submission: Mapping[str, Any], created: float) -> byte
 
 
 def filled(indexes: tuple[Index, ...], out: Told) -> tuple[Index, ...]:
-    """The one index of a training with OUT's figures where its process has said none; pure."""
+    """The one index of a training with OUT's figures where its process has said none, or nothing newer; pure.
+
+    A process tells of a step every few seconds: what a kill left behind in OUT is further on. Which step is saved is
+    what OUT says, unless the process has said a later one.
+    """
     index = indexes[0] if indexes else Index(0, "succeeded" if out.finished else "pending")
-    return (index if "step" in index.message else replace(index, message={**out.figures, **index.message}),)
+    said = index.message
+    ahead = index.state != "running" and out.figures.get("step", -1) > said.get("step", -1)
+    message = {**out.figures, **said} | (dict(out.figures) if ahead else {})
+    saved = max(said.get("saved_step", -1), out.figures.get("saved_step", -1))
+    return (replace(index, message=message | ({"saved_step": saved} if "step" in message else {})),)
 
 
 # ---- shown

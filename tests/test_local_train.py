@@ -46,6 +46,29 @@ def test_a_training_is_a_run_like_any_other(tmp_path):
     assert [m["step"] for m in metrics(out) if "loss" in m] == list(range(1, 13))
 
 
+def test_tries_that_each_save_something_never_run_out(tmp_path):
+    """Kills between two progress lines: what a try saved shows in what the next one says of its start."""
+    data, out = write_dataset(tmp_path / "data", random_rows(60)), tmp_path / "out"
+    backend = LocalBackend(tmp_path / ".dflash")
+    backend.submit(submission(args(data, out, steps=60, checkpoint_every="2", held_out=0.0), "trn-z", {}))
+
+    def saved():
+        return int((out / "latest").read_text().strip().removeprefix("step-")) if (out / "latest").exists() else 0
+
+    for _ in range(4):
+        before = saved()
+        until(lambda before=before: saved() > before)
+        supervisor = int(backend.snapshot("trn-z").indexes[0].pod)
+        os.kill(supervisor, signal.SIGKILL)
+        until(lambda gone=str(supervisor): backend.snapshot("trn-z").indexes[0].pod != gone)
+    before = saved()
+    until(lambda: backend.snapshot("trn-z").indexes[0].message["step"] > before)
+    assert backend.snapshot("trn-z").indexes[0].message["saved_step"] >= before
+    until(lambda: backend.snapshot("trn-z").state != "running")
+    assert backend.snapshot("trn-z").state == "succeeded"
+    assert [m["step"] for m in metrics(out) if "loss" in m] == list(range(1, 61))
+
+
 def test_what_no_retry_mends_ends_the_run_with_its_words(tmp_path):
     data = write_dataset(tmp_path / "data", random_rows(60), degenerate=True, reasons=["one text only"])
     backend = LocalBackend(tmp_path / ".dflash")

@@ -209,6 +209,21 @@ def test_figures_are_those_of_the_last_step_and_the_last_walk() -> None:
     assert trained.newest(data) == {"step": 2, "loss": 2.0, "held_out_tau": 1.5}
 
 
+def test_what_a_kill_left_in_out_is_further_on_than_what_was_said_before() -> None:
+    out = trained.Told(figures={"step": 22, "loss": 2.0, "saved_step": 20})
+    said = {"step": 13, "steps": 60, "loss": 3.0, "saved_step": -1, "eta_s": 9.0}
+
+    def shown(state: str, message: dict[str, Any], out: trained.Told = out) -> dict[str, Any]:
+        [index] = trained.filled((Index(0, state, message=message),), out)
+        return dict(index.message)
+
+    assert shown("failed", said) == {"step": 22, "steps": 60, "loss": 2.0, "saved_step": 20, "eta_s": 9.0}
+    assert shown("running", said) == said | {"saved_step": 20}  # a resume does what lies behind its checkpoint again
+    assert shown("failed", said | {"step": 30, "saved_step": 30})["step"] == 30  # OUT on S3 gets it with a checkpoint
+    assert shown("failed", said | {"step": 30, "saved_step": 30})["saved_step"] == 30
+    assert shown("pending", {"said": "looking"}, trained.Told()) == {"said": "looking"}
+
+
 def test_every_exit_code_has_its_cause_and_remedy() -> None:
     assert set(TRAIN_EXIT_CODES) == set(Exit) - {Exit.OK} | {137}
     for code in TRAIN_EXIT_CODES:

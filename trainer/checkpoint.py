@@ -182,11 +182,12 @@ class Writer:
         identity: Mapping[str, Any],
         say: Callable[[str], None],
         remote: bool,
+        start: int = 0,
     ) -> None:
-        """local: where checkpoints are written; OUT itself unless `remote`."""
+        """local: where checkpoints are written; OUT itself unless `remote`. start: step that is gone on from."""
         self.store, self.local, self.config, self.identity = store, local, config, identity
         self.say, self.remote = say, remote
-        self.saved = -1  # the step that `latest` names, by this writer
+        self.saved = start or -1  # the newest step that is saved
         self.replaced = 0  # snapshots that a newer one overtook
         self._etag = self._seen()
         self._waiting: Snapshot | None = None

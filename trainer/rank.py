@@ -170,8 +170,9 @@ class Student:
             lost = cut_back(self.local, ready.start)
             if ready.start:
                 self._say(f"goes on after step {ready.start} of {plan.total}; {lost} steps are done again")
+            config = self.learner.drafter.config
             self.writer = Writer(
-                self._store(), self.local, self.learner.drafter.config, ready.identity, self._say, ready.remote
+                self._store(), self.local, config, ready.identity, self._say, ready.remote, ready.start
             )
             self.metrics = Metrics(self.local, self.rank.world, self.rank.board, plan.total, self.counts)
         for number in range(ready.start, plan.total):
