@@ -70,6 +70,8 @@ def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: 
     for obj in (*objects, *requests):
         if not obj.key.isprintable() and any("\ud800" <= char <= "\udfff" for char in obj.key):
             raise PreflightError(f"the name of input `{show.printable(obj.key)}` is not UTF-8", "rename it")
+        if obj.key.startswith(("/dev/", "/proc/")):
+            raise PreflightError(f"input `{obj.key}` is another file in every process", "name the file itself")
     named = {o.key for o in requests}
     objects = [o for o in objects if o.key not in named]
     kinds = dict(zip((o.key for o in objects), _kinds(objects, options), strict=True))

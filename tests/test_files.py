@@ -55,9 +55,19 @@ def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "real" / "a.jsonl")
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "broken.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "in" / "itself.jsonl").symlink_to("itself.jsonl")
     found = expand(str(tmp_path / "in"))
     assert [o.key for o in found.objects] == ["b.jsonl", "link/a.jsonl"]
-    assert found.skipped_by_reason() == {"broken_link": 1}
+    assert found.skipped_by_reason() == {"broken_link": 2}
+
+
+def test_pipes_are_left_out_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(b"{}")
+    for uri in (str(tmp_path), f"{tmp_path}/*.jsonl"):
+        found = expand(uri)
+        assert [o.key for o in found.objects] == ["a.jsonl"] and found.skipped_by_reason() == {"pipe_or_device": 1}
+    assert expand(str(tmp_path / "p.jsonl")).skipped_by_reason() == {"pipe_or_device": 1}
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:

@@ -91,11 +91,32 @@ def test_join_and_locate(tmp_path: Path) -> None:
         ("a?c[0-9]", ["abc1"], ["abbc1", "a/c1", "abcx"]),
         ("[!a]x", ["bx"], ["ax"]),
         ("a+b(*)", ["a+b(1)"], ["aab(1)"]),
+        ("a[!b]c", ["axc"], ["abc", "a/c"]),
+        ("[]x]", ["]", "x"], ["[]x]"]),
+        ("[^]", ["[^]"], ["x"]),
+        ("[!]]", ["x"], ["]"]),
+        (r"[\d]", ["d", "\\"], ["1"]),
+        ("[[:a]", ["[", ":", "a"], ["b"]),
+        ("[a-]", ["a", "-"], ["b"]),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_glob(glob: str, yes: list[str], no: list[str]) -> None:
     pattern = glob_pattern(glob)
     assert all(pattern.fullmatch(name) for name in yes) and not any(pattern.fullmatch(name) for name in no)
+
+
+def test_a_range_that_runs_backwards_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(ValueError, match=r"`\[z-a\]` has the range `z-a`"):
+        expand(f"{tmp_path}/[z-a]*")
+
+
+def test_an_empty_directory_is_told_from_a_misspelt_one(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="an empty directory"):
+        expand(str(tmp_path))
+    with pytest.raises(NotFound, match="no such file"):
+        expand(str(tmp_path / "none"))
 
 
 # -- both kinds of store alike

@@ -20,6 +20,7 @@ from tokenizer.retry import NotFound, StoreError, changed
 from tokenizer.store import PIECE, Put, Stat, Store, file_etag
 
 TEMPORARY = ".dflash-"  # start of the names of unfinished files: hidden, so no listing takes them
+NOWHERE = (errno.ENOENT, errno.ELOOP)  # of a link to nothing, or to itself
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 
 
@@ -190,7 +191,7 @@ def _walk(
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = key + entry.name
-                if entry.is_dir():
+                if _is_dir(entry):
                     if prefix.startswith(name + "/") or (name + "/").startswith(prefix):
                         if entry.is_symlink():
                             links.append((name + "/", entry.path))
@@ -199,11 +200,22 @@ def _walk(
                 elif name.startswith(prefix) and not entry.name.startswith(TEMPORARY):
                     try:
                         stat = entry.stat()
-                    except FileNotFoundError:
+                    except OSError as error:
+                        if error.errno not in NOWHERE:
+                            raise
                         if entry.is_symlink():  # to nothing; else it was removed meanwhile
                             found.append(Stat(name, 0, ""))
                     else:
                         found.append(Stat(name, stat.st_size, file_etag(stat)))
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno not in NOWHERE:
+            raise
+        return False
 
 
 @contextlib.contextmanager

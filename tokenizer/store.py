@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from stat import S_ISREG
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -45,6 +46,7 @@ PIECE = 8 << 20  # bytes of one ranged GET and of one element of a stream
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
 GLOB = re.compile(r"[*?\[]")
+SPECIAL = "special"  # etag of a pipe, a socket or a device: what is read of it cannot be read again
 
 
 class Uri(NamedTuple):
@@ -76,7 +78,8 @@ class Put(NamedTuple):
 class Skip(NamedTuple):
     """An object that a listing leaves out.
 
-    `reason`: folder_marker, marker (`_SUCCESS` and the like), hidden, temporary, broken_link, empty or other_format.
+    `reason`: folder_marker, marker (`_SUCCESS` and the like), hidden, temporary, broken_link, pipe_or_device, empty or
+    other_format.
     """
 
     key: str
@@ -240,12 +243,17 @@ def expand(uri: str, options: Options | None = None) -> Listing:
             store = open_store(str(parsed._replace(path=above)), options)
             listing = _select(store.root, store.list(start), lambda _: True, named=True)
     if not listing.objects and not listing.skipped:
+        if parsed.scheme == "file" and os.path.isdir(parsed.path):
+            raise NotFound(uri, "an empty directory", "put .jsonl files into it, or leave it out")
         raise NotFound(uri, "nothing matches" if globbed else "no such file, directory or object")
     return listing
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """`*` and `?` stay within a path component, `**/` is any number of them, `[a-c]` and `[!a]` are sets."""
+    """`*` and `?` stay within a path component, `**/` is any number of them, `[a-c]` and `[!a]` are sets.
+
+    Raises ValueError for a range that runs backwards.
+    """
     out, i = "", 0
     while i < len(glob):
         if glob.startswith("**/", i):
@@ -256,12 +264,22 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
             out, i = out + "[^/]*", i + 1
         elif glob[i] == "?":
             out, i = out + "[^/]", i + 1
-        elif glob[i] == "[" and (end := glob.find("]", i + 2)) > 0:
-            body = glob[i + 1 : end].replace("\\", "\\\\")
-            out, i = out + ("[^" + body[1:] if body[0] in "!^" else "[" + body) + "]", end + 1
+        elif glob[i] == "[" and (end := glob.find("]", i + 2 + (glob[i + 1 : i + 2] in ("!", "^")))) > 0:
+            out, i = out + _set(glob[i + 1 : end]), end + 1
         else:
             out, i = out + re.escape(glob[i]), i + 1
     return re.compile(out, re.DOTALL)
+
+
+def _set(body: str) -> str:
+    """The set of a regular expression for what stands between the brackets of a glob."""
+    inverse = body[0] in "!^"
+    members = ""
+    for first, last in re.findall(r"(.)(?:-(.))?", body[inverse:], re.DOTALL):
+        if last and first > last:
+            raise ValueError(f"`[{body}]` has the range `{first}-{last}`, which runs backwards")
+        members += re.escape(first) + (f"-{re.escape(last)}" if last else "")
+    return f"[^/{members}]" if inverse else f"[{members}]"
 
 
 def skip_reason(stat: Stat, named: bool) -> str | None:
@@ -275,6 +293,8 @@ def skip_reason(stat: Stat, named: bool) -> str | None:
         return "temporary"
     if name.startswith(("_SUCCESS", "_started", "_committed", "_metadata")):
         return "marker"
+    if stat.etag == SPECIAL:
+        return "pipe_or_device"
     if stat.size == 0:
         return "empty" if stat.etag else "broken_link"
     if not named and not name.lower().endswith(tuple(s + c for s in SUFFIXES for c in ("", *COMPRESSED))):
@@ -345,5 +365,7 @@ def _service_models() -> Any:
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """Of a file: another modification time, size or inode is another etag."""
+    """Of a file: another modification time, size or inode is another etag; SPECIAL for what is no file."""
+    if not S_ISREG(stat.st_mode):
+        return SPECIAL
     return f"{stat.st_mtime_ns:x}-{stat.st_size:x}-{stat.st_ino:x}"
