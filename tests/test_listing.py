@@ -123,9 +123,9 @@ def test_compressed_heads_are_looked_into() -> None:
 
 
 def test_a_name_that_is_another_file_in_every_process_is_refused(tmp_path: Path) -> None:
-    with open(write(tmp_path / "x.jsonl", {"prompt": "q"})) as file:
-        with pytest.raises(PreflightError, match="another file in every process"):
-            find(f"/proc/self/fd/{file.fileno()}")
+    own = write(tmp_path / "x.jsonl", {"prompt": "q"})
+    with open(own) as file, pytest.raises(PreflightError, match="another file in every process"):
+        find(f"/proc/self/fd/{file.fileno()}")
 
 
 def test_a_file_that_links_lead_to_is_read_once_under_its_own_name(tmp_path: Path) -> None:
