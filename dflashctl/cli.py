@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has gone (`| head`): nobody is left to tell.
         sys.stdout = None  # type: ignore[assignment]
         return 1
-    except KeyboardInterrupt:
-        code = interrupt.CODE
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         told = getattr(error, "format_message", None)
         if callable(told):  # what the parser refuses; its class is not public
             context = getattr(error, "ctx", None)
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show.fail(told().rstrip("."), f"see `{path} --help`")
             return 2
         code, message, hint = describe(error)
-        if isinstance(error, Detached):  # what was asked for
+        if isinstance(error, Detached | KeyboardInterrupt):  # what was asked for
             show.say(message + (f"; {hint}" if hint else ""))
         else:
             show.fail(message, hint)

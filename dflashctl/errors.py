@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 
+from dflashctl import interrupt
+
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIALS?|PRIVATE_KEY|API_KEY|ACCESS_KEY)(?:_|$)(?!.*(?:FILE|URI)$)"
 )
@@ -94,6 +96,8 @@ def describe(error: BaseException) -> tuple[int, str, str]:
         code, message, hint = known.get(error.code, 1), error.message, error.hint
         if getattr(error, "kind", "") in ("credentials", "denied", "bucket", "endpoint"):
             code = 4
+    elif isinstance(error, KeyboardInterrupt):
+        code, message, hint = interrupt.CODE, interrupt.WORDS, ""
     elif isinstance(error, OSError):
         where = f"`{error.filename}`: " if error.filename else ""
         code, message, hint = 1, f"{where}{error.strerror or error}", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_fixtures import command, ctl, environment, tokenize
+from cli_fixtures import Done, command, ctl, environment, tokenize
 from job_fixtures import contents, write_corpus
 from vocab import tiny_dir
 
@@ -61,6 +62,38 @@ def running(cwd: Path) -> list[int]:
     return [r["pid"] for r in records if r["state"] == "running" and r["pid"]]
 
 
+def held(cwd: Path) -> list[int]:
+    """The processes of indexes that stand still from now on; [] where all were done before."""
+    pids = running(cwd)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        until(lambda pid=pid: process(pid, "State")[:1] in ("T", "Z", ""))
+    return [pid for pid in pids if process(pid, "State")[:1] == "T"]
+
+
+def process(pid: int, field: str) -> str:
+    """A field of the kernel's record of a process; empty for one that is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith(f"{field}:"))
+    return ""
+
+
+def stop(cwd: Path) -> Done:
+    """`stop` of a run that is not over before it: its indexes stand still until SIGTERM waits for them."""
+    pids = until(lambda: held(cwd))
+    command_line = subprocess.Popen(
+        command("stop", "-o", "json"), cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for pid in pids:
+        until(lambda pid=pid: int(process(pid, "ShdPnd") or "0", 16) >> (signal.SIGTERM - 1) & 1)
+        os.kill(pid, signal.SIGCONT)
+    out, err = command_line.communicate(timeout=60)
+    return Done(command_line.returncode, out, err)
+
+
 def start(cwd: Path, corpus: Path) -> None:
     done = tokenize(cwd, str(corpus), "out", "--shards", "4", "--parallelism", "2", "--workers", "1", "--detach")
     assert done.code == 0, done.err
@@ -97,8 +130,7 @@ def test_killed_workers_are_tried_again(corpus: Path, undisturbed: dict[str, byt
 
 def test_stop_and_resume(corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     start(tmp_path, corpus)
-    until(lambda: running(tmp_path))
-    stopped = ctl(tmp_path, "stop", "-o", "json")
+    stopped = stop(tmp_path)
     assert stopped.code == 0 and stopped.json()["state"] == "suspended", stopped.err
     assert not (tmp_path / "out" / "dataset.json").exists()
     [cause] = ctl(tmp_path, "why", "-o", "json").json()["causes"]
@@ -116,8 +148,7 @@ def test_out_is_enough_when_the_local_state_is_lost(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path, how: str
 ) -> None:
     start(tmp_path, corpus)
-    until(lambda: running(tmp_path))
-    assert ctl(tmp_path, "stop").code == 0
+    assert stop(tmp_path).code == 0
     shutil.rmtree(tmp_path / ".dflash")
     lost = ctl(tmp_path, "status", "./out", "-o", "json")
     assert lost.code == 0 and lost.json()["state"] == "deleted"
@@ -275,7 +306,7 @@ def test_a_stopped_run_tells_whoever_follows_it_how_to_go_on(corpus: Path, tmp_p
         command(*args), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     until(lambda: list(tmp_path.glob(".dflash/runs/*/run.json")) and running(tmp_path))
-    assert ctl(tmp_path, "stop").code == 0
+    assert stop(tmp_path).code == 0
     _, err = follower.communicate(timeout=60)
     assert follower.returncode == 3 and "suspended" in err and "`dflashctl resume tok-out-" in err, err
 
