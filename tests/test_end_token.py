@@ -51,6 +51,17 @@ def test_with_its_thinking_beside_it_too() -> None:
             assert "<|im_end|><|im_end|>" not in whole and whole.count("a<|im_end|>") == 1
 
 
+def test_also_where_the_turn_itself_is_rejected() -> None:
+    """A reasoning behind a prompt that closed the think block: the next turn's prompt is a server's all the same."""
+    messages = talk("a<|im_end|>", "b")
+    messages[1]["reasoning_content"] = "because"
+    row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    kept, rejected = chat.rows(dialects.parse(row), chat.Renderer.load(family_dir("qwen36")), chat.ChatOptions())
+    assert [(number, reject.reason) for number, reject in rejected] == [(0, "unstable_boundary")]
+    whole = "".join(piece.text for piece in kept[0].pieces)
+    assert "assistant\na<|im_end|>\n<|im_start|>user" in whole
+
+
 def test_only_at_the_very_end_of_a_reply() -> None:
     """Elsewhere it is text that the model quoted, and a server renders what it was sent."""
     whole = texts({"messages": talk("a<|im_end|> b", "c")}, "qwen36")[1][0]

@@ -153,10 +153,13 @@ def _ended_once(conv: Conversation, renderer: Renderer, kwargs: Mapping[str, Any
         content = message.get("content")
         if not conv.asked <= index < last or not content or not content.endswith(added) or message.get("tool_calls"):
             continue
-        with contextlib.suppress(Reject):  # which the turn itself meets as well
-            view = renderer.view(conv.messages, conv.tools, kwargs)
-            end = view.shape(index, bool(message.get("reasoning_content")), True).end
-            messages = [*messages[:index], {**message, "content": content.removesuffix(end)}, *messages[index + 1 :]]
+        # A reasoning that this template cannot render rejects the turn itself; its end is the same without.
+        for reasoned in (True, False) if message.get("reasoning_content") else (False,):
+            with contextlib.suppress(Reject):  # which the turn itself meets as well
+                end = renderer.view(conv.messages, conv.tools, kwargs).shape(index, reasoned, True).end
+                ended = {**message, "content": content.removesuffix(end)}
+                messages = [*messages[:index], ended, *messages[index + 1 :]]
+                break
     return messages
 
 
