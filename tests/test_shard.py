@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_fixtures import run_all, write_corpus
 
 from tokenizer import shard, tally
 from tokenizer.gate import dataset_info, state
@@ -177,3 +179,21 @@ def test_a_text_in_one_percent_of_the_rows_is_always_a_candidate() -> None:
         frequent.add(tally.text_hash([text]), [text])
     assert "the same" in frequent.texts.values()
     assert len(frequent.texts) <= tally.CANDIDATES
+
+
+def test_json_files_are_as_the_format_says(tmp_path: Path) -> None:
+    """Each names its contract version, and the hash of the spec can be made again from FORMAT.md alone."""
+    source = write_corpus(tmp_path / "in", 1, 30)
+    _, store = run_all(str(tmp_path / "out"), str(source), tmp_path, shards=1)
+    exempt = {"dataset_info.json", "state.json"}
+    found = [s.key for s in store.list() if s.key.endswith(".json") and not s.key.startswith("tokenizer/")]
+    assert {key.split("/")[0] for key in found} == {*exempt, "plan.json", "dataset.json", "commits", "runs", "stats"}
+    for key in found:
+        data = store.get_bytes(key)
+        value = json.loads(data)
+        assert key in exempt or value["contract"] == 1, key
+        assert data == (json.dumps(value, sort_keys=True, ensure_ascii=False, indent=1) + "\n").encode(), key
+    spec = json.loads(store.get_bytes("plan.json"))["spec"]
+    told = (json.dumps(spec, sort_keys=True, ensure_ascii=False, indent=1) + "\n").encode()
+    for key in ("commits/00000.json", "dataset.json"):
+        assert json.loads(store.get_bytes(key))["spec_sha256"] == hashlib.sha256(told).hexdigest()

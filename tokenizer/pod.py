@@ -21,6 +21,7 @@ from tokenizer import closing, workers
 from tokenizer.gate import Commit
 from tokenizer.index import Model, convert_index, fetch_tokenizer, load_model
 from tokenizer.job import (
+    CONTRACT,
     DATASET,
     PLAN,
     Exit,
@@ -142,6 +143,7 @@ def run_index(
             task.totals = {k: commit[k] for k in ("rows", "tokens", "loss_tokens")}
             log.say("committed", **task.totals, lines=commit["lines"], turns_rejected=commit["turns_rejected"])
             stats = {
+                "contract": CONTRACT,
                 "run": task.args.run,
                 "index": index,
                 "try": task.attempt,
