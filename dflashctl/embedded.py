@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -28,10 +29,11 @@ from types import TracebackType
 
 LISTENERS = ("s3", "master", "filer", "volume", "admin")  # each has a port, and one for gRPC
 READY_SECONDS = 60.0
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class EmbeddedError(Exception):
-    """The server is not installed or did not start."""
+    """The server is not installed or did not start, or cannot have such a bucket."""
 
 
 def find_server() -> str | None:
@@ -90,7 +92,12 @@ class EmbeddedS3:
         return {**self._credentials(), "AWS_ENDPOINT_URL_S3": self.endpoint, "AWS_REGION": "us-east-1"}
 
     def create_bucket(self, name: str) -> None:
-        """Through the server's own file interface, which needs no signature; one that exists is fine."""
+        """Through the server's own file interface, which needs no signature; one that exists is fine.
+
+        Raises EmbeddedError for a name that is none: the server takes it, and then lists nothing below it.
+        """
+        if not BUCKET.fullmatch(name):
+            raise EmbeddedError(f"`{name}` is no bucket name: 3 to 63 small letters, digits, dots and hyphens")
         try:
             self._filer_request("POST", f"/buckets/{name}/")
         except urllib.error.HTTPError as error:

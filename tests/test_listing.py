@@ -59,6 +59,9 @@ def test_output_below_an_input_is_no_input(tmp_path: Path) -> None:
     write(tmp_path / "out2" / "y.jsonl", {"prompt": "q"})
     found = find(str(tmp_path), out=str(tmp_path / "out"))
     assert [o.path for o in found.objects] == ["out2/y.jsonl", "x.jsonl"] and found.skipped == {"below_out": 1}
+    with pytest.raises(PreflightError) as error:
+        find(str(tmp_path), out=str(tmp_path))
+    assert "below_out 3" in error.value.message and "name an --out" in error.value.hint
 
 
 def test_requests_among_the_inputs_are_pinned_for_the_outputs_alone(tmp_path: Path) -> None:
