@@ -233,6 +233,16 @@ def test_another_attempt_that_took_over_out_ends_this_one(data, tmp_path):
     assert (out / "latest").read_text() == "step-009999\n"
 
 
+def test_a_kill_leaves_no_half_export_for_good(straight, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(straight, out)
+    (out / "provenance.json").unlink()
+    (out / ".export.k1ll3d" / "old").mkdir(parents=True)
+    run = Forked(args(data, out), tmp_path / "log")
+    assert run.wait() == 0, run.text()
+    assert not [*out.glob(".export*")] and (out / "export" / "config.json").exists()
+
+
 def kill_once(told, out, log, draw):
     """Start or go on, and kill a rank or the supervisor: while it loads, or some steps further on."""
     before, further = metrics_steps(out), draw.choice([0, 1, 1, 2])
@@ -361,7 +371,7 @@ def test_what_is_no_number_stops_the_run_and_saves_nothing(data, tmp_path):
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"
     code, message = refused(args(data, out, target=str(broken), split="1+2"), tmp_path)
-    assert code == 76 and message.startswith("step 1: loss nan") and "rows a.jsonl:" in message
+    assert code == 76 and message.startswith("step 1: loss nan: the target's states are no numbers, on rows a.")
     assert not (out / "latest").exists()
 
 

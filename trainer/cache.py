@@ -20,6 +20,7 @@ from tokenizer.job import CONTRACT, DATASET, PLAN, REFUSED, Exit, JobError
 from tokenizer.store import NotFound, Store, open_store, parse_uri
 
 CACHE_ENV, LIMIT_ENV = "DFLASH_DATA_CACHE", "DFLASH_DATA_CACHE_BYTES"
+CLOCK = 2_000_000_000  # nanoseconds by which the time of a file may lie behind the clock
 RESERVE = 256 << 20  # bytes of the disk that the cache leaves free where no limit is given
 
 
@@ -83,6 +84,53 @@ def local_shards(dataset: str, record: Mapping[str, Any], say: Callable[[str], N
                 "the file was changed; restore it or tokenize again into another OUT",
             )
     return paths
+
+
+def stamped(paths: Sequence[Path], record: Mapping[str, Any], since: int) -> tuple[dict[str, Any], ...]:
+    """What each shard is by its size and time, for `check_unchanged`, and by its hash, which was checked since `since`.
+
+    since: nanoseconds of the epoch. A file that is newer may have been changed right after its bytes were read: it has
+    no stamp, so the first look hashes it again. Files of the cache bear the name of their hash and are never changed.
+    """
+    found = []
+    for path, shard in zip(paths, record["shards"], strict=True):
+        stamp = _stamp(path)
+        sure = stamp[1] < since - CLOCK or path.stem == shard["sha256"]
+        found.append({"path": str(path), "stamp": stamp if sure else None, "sha256": shard["sha256"]})
+    return tuple(found)
+
+
+def check_unchanged(shards: Sequence[dict[str, Any]]) -> None:
+    """Raises JobError(65) naming a shard whose bytes changed since they were checked: rows are read in place.
+
+    A file that was touched is hashed again, and its new stamp is kept in `shards`. One that is gone is still mapped.
+    """
+    for shard in shards:
+        path = Path(shard["path"])
+        try:
+            now = _stamp(path)
+            if now == shard["stamp"]:
+                continue
+            if _sha256(path) == shard["sha256"]:
+                shard["stamp"] = now
+                continue
+        except FileNotFoundError:
+            continue
+        raise changed(path)
+
+
+def changed(path: Path) -> JobError:
+    """Exit 65 for a shard whose bytes are not those that were checked."""
+    return JobError(
+        Exit.DATA,
+        f"shard `{path}` was changed while it was trained on: what came after the last checkpoint is not saved",
+        "restore the file; the same command goes on from the last checkpoint",
+    )
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _sha256(path: Path) -> str:

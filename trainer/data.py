@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tokenizer.job import Exit, JobError
 from tokenizer.shard import SCHEMA, Rows, batches, cut, list_column, loss_per_row
+from trainer.cache import changed
 
 WINDOW = 2048  # rows that are sorted by length together
 PAD = 32  # positions of a micro-batch are a multiple of this: few shapes
@@ -318,12 +319,15 @@ class Padded(NamedTuple):
 
 
 def load(dataset: Dataset, index: Index, item: Item) -> Padded:
-    """The rows of a micro-batch."""
+    """The rows of a micro-batch. Raises JobError(65) for one that has another length than when it was checked."""
     ids = np.zeros((len(item.rows), item.width), np.int64)
     mask = np.zeros((len(item.rows), item.width), np.int8)
     names = []
     for place, number in enumerate(item.rows):
-        tokens, marks, name = dataset.read(int(index.batch[number]), int(index.row[number]))
+        batch = int(index.batch[number])
+        tokens, marks, name = dataset.read(batch, int(index.row[number]))
+        if not len(tokens) == len(marks) == index.length[number]:
+            raise changed(dataset.paths[dataset.shard[batch]])
         ids[place, : len(tokens)], mask[place, : len(marks)] = tokens, marks
         names.append(name)
     return Padded(ids, mask, tuple(names))

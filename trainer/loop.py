@@ -242,7 +242,15 @@ class Learner:
             )
             found.total.backward()  # type: ignore[no-untyped-call]
             self.optimizer.collect()
-            told[0] += found.total.detach().double().cpu()
+            total = found.total.detach().double().cpu()
+            if not (torch.isfinite(total) or torch.isfinite(taps).all()):
+                where = f"step {item.step + 1}: loss {float(total)}"
+                raise JobError(
+                    Exit.DIVERGED,
+                    f"{where}: the target's states are no numbers, on {self._ids([item])}",
+                    "look at the target's weights: a drafter cannot learn from them",
+                )
+            told[0] += total
             told[1] += found.divisor.double().cpu()
             board.add(me, "busy", time.monotonic() - started)
         told[2] += sum(int(self.rank.index.length[row]) for row in item.rows)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from tokenizer.job import Exit, JobError
 from tokenizer.store import Options, open_store, parse_uri
-from trainer.cache import local_shards, read_record
+from trainer.cache import local_shards, read_record, stamped
 from trainer.checkpoint import META, find
 from trainer.config import DrafterConfig, Specials, check_mask, derive
 from trainer.data import Dataset, Index, Schedule
@@ -29,7 +30,7 @@ from trainer.export import read_drafter_config
 from trainer.fetch import Tell, local_target
 from trainer.job import TrainArgs, parse_split
 from trainer.link import World
-from trainer.provenance import check_out, check_tokenizer, fingerprint, identity, lock, story
+from trainer.provenance import check_out, check_tokenizer, fingerprint, identity, lock, only, story
 from trainer.target import read_config
 
 READY, INDEX, PROVENANCE = "ready.json", "index.npz", "provenance.json"
@@ -47,10 +48,12 @@ FLAGS = {  # field of a drafter -> the flag that sets it
 class Ready:
     """What the ranks start from. target: its path on this machine. local: where OUT is written on it.
 
-    checkpoint: directory, or empty. finished: OUT holds the end of this very training already.
+    shards: what each of `paths` was when its bytes were checked, see cache.stamped. checkpoint: directory, or empty.
+    finished: OUT holds the end of this very training already.
     """
 
     paths: tuple[str, ...]
+    shards: tuple[dict[str, Any], ...]
     target: str
     config: dict[str, Any]
     identity: dict[str, Any]
@@ -67,7 +70,7 @@ class Ready:
     @classmethod
     def read(cls, work: Path) -> Ready:
         values = json.loads((work / READY).read_text("utf-8"))
-        return cls(**{**values, "paths": tuple(values["paths"])})
+        return cls(**{**values, "paths": tuple(values["paths"]), "shards": tuple(values["shards"])})
 
 
 def world_of(split: str) -> World:
@@ -113,7 +116,10 @@ def prepare(args: TrainArgs, work: Path, tell: Tell, beat: Callable[[], None]) -
     where = local_target(args.target, tell, lambda folder: check_tokenizer(folder, record, args.target))
     target = read_config(where)
     text = target.get_text_config(decoder=True)
-    dataset = Dataset([Path(p) for p in local_shards(args.dataset, record, say)], args.max_length)
+    since = time.time_ns()
+    paths = local_shards(args.dataset, record, say)
+    shards = stamped(paths, record, since)
+    dataset = Dataset(paths, args.max_length)
     with tokenizer_files(where) as folder:
         check_tokenizer(folder, record, args.target)
         specials = Specials.read(folder)
@@ -138,14 +144,16 @@ def prepare(args: TrainArgs, work: Path, tell: Tell, beat: Callable[[], None]) -
     staging = Path(os.environ.get(STAGING_ENV) or scratch / "training") / own
     local = staging if remote else Path(uri.path)
     local.mkdir(parents=True, exist_ok=True)
-    found = find(out, local, wanted, say, remote)
+    with only(local):  # nobody else trains there while the checkpoint is looked for
+        found = find(out, local, wanted, say, remote)
+        if remote and found and out.stat("metrics.jsonl"):
+            (local / "metrics.jsonl").write_bytes(out.get_bytes("metrics.jsonl"))
     start = int(json.loads((found / META).read_text())["step"]) if found else 0
-    if remote and found and out.stat("metrics.jsonl"):
-        (local / "metrics.jsonl").write_bytes(out.get_bytes("metrics.jsonl"))
     ended = out.stat(PROVENANCE) is not None and json.loads(out.get_bytes(PROVENANCE)).get("finished") is True
     index.save(work / INDEX)
     ready = Ready(
         paths=tuple(str(path) for path in dataset.paths),
+        shards=shards,
         target=where,
         config=config.to_dict(),
         identity=wanted,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tokenizer.job import Exit, JobError
 from tokenizer.store import NotFound, Store
-from trainer.checkpoint import check_identity
+from trainer.checkpoint import FOLDER, check_identity
 from trainer.job import TrainArgs
 from trainer.target import resolve
 
 RUN = "run.json"
 PIECES, PIECE = 16, 1 << 16  # of a file of weights that its fingerprint reads, and bytes of one
+PATIENCE = 10.0  # seconds in which the ranks of a try that was killed have ended
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "pyarrow")
 
 
@@ -71,6 +76,38 @@ def lock(store: Store, wanted: Mapping[str, Any]) -> None:
     except (ValueError, KeyError) as error:
         raise JobError(Exit.CONFIG, f"`{store.uri(RUN)}` is no record of a training", "choose another --out") from error
     check_identity(stored, wanted, store.root)
+
+
+@contextlib.contextmanager
+def only(folder: Path) -> Iterator[None]:
+    """Be the only training on this machine that writes to `folder`; freed by the end of the last process that has it.
+
+    `latest` tells of a second attempt anywhere, but late: by then it would have cut back the lines of metrics.jsonl
+    that the first one wrote. Raises JobError(75) where another one does not end within PATIENCE seconds.
+    """
+    room = folder / FOLDER  # not `folder` itself: a store locks that for a moment to move `latest`
+    room.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(room, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise JobError(
+                        Exit.RETRY,
+                        f"another process of this machine trains into `{folder}`",
+                        "wait for its end or stop it",
+                    ) from None
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system without locks: `latest` alone
+                pass
+            break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_tokenizer(folder: Path, record: Mapping[str, Any], target: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from tokenizer.job import Exit, JobError
 from tokenizer.store import Store, open_store
 from trainer import checkpoint
 from trainer.board import Board, Phase
+from trainer.cache import check_unchanged
 from trainer.checkpoint import Snapshot, Writer
 from trainer.config import DrafterConfig
 from trainer.data import Dataset, Index
@@ -228,6 +230,7 @@ class Student:
 
     def _save(self, steps: int) -> None:
         assert self.writer
+        check_unchanged(self.place.ready.shards)
         self.saved_at, self.kept = time.monotonic(), steps
         optimizer = self.learner.optimizer
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.state().items()}
@@ -279,6 +282,8 @@ class Student:
 
     def _export(self, tau: float | None) -> None:
         self.rank.board.beat(self.rank.me, Phase.EXPORT)
+        for left in self.local.glob(f".{EXPORT}*"):  # half an export, by a try that was killed
+            shutil.rmtree(left, ignore_errors=True)
         drafter, story = self.learner.drafter, {**self.place.ready.story, "held_out_tau": tau}
         write_zlab(drafter, self.local / EXPORT, story)
         here, told = self.place.ready.target, self.place.args.target

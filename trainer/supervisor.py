@@ -36,6 +36,7 @@ from trainer.board import Board, Phase
 from trainer.job import TrainArgs
 from trainer.link import World
 from trainer.prepare import Ready, prepare, world_of
+from trainer.provenance import only
 from trainer.rank import Place, run
 from trainer.tail import Tail
 
@@ -54,6 +55,10 @@ LINGER = 1.0  # seconds after a death in which others that it takes along are wa
 TICK = 0.1
 PARENT_DIED = 1  # PR_SET_PDEATHSIG
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")  # of gloo and NCCL
+HINTS = {  # what a signal that ends a rank looks like
+    int(signal.SIGKILL): "SIGKILL is what running out of memory looks like",
+    int(signal.SIGBUS): "SIGBUS is what a shard that was cut while it was read, or a full /dev/shm, looks like",
+}
 KNOWN = frozenset(Exit) - {Exit.OK, Exit.SIGTERM}
 
 
@@ -267,7 +272,7 @@ class Supervisor:
         try:
             code = self._prepared(work)
             if code is None:
-                code = self._trained(work)
+                code = self._alone(work)
         finally:
             self.kill()
             shutil.rmtree(work, ignore_errors=True)
@@ -303,6 +308,15 @@ class Supervisor:
             self.say("unchanged", message="this training is complete: nothing to do", out=self.args.out)
             return int(Exit.OK)
         return None
+
+    def _alone(self, work: Path) -> int:
+        """Train as the only one on this machine that trains there."""
+        try:
+            with only(Path(Ready.read(work).local)):  # the ranks inherit it
+                return self._trained(work)
+        except JobError as error:
+            self.error = {"supervisor": {"message": error.message, "hint": error.hint}}
+            return int(error.code)
 
     def _trained(self, work: Path) -> int:
         ready, world = Ready.read(work), world_of(self.args.split)
@@ -353,7 +367,7 @@ class Supervisor:
         if name and name not in self.error:
             ended = codes[name]
             how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with {ended}"
-            hint = "SIGKILL is what running out of memory looks like" if ended == -signal.SIGKILL else ""
+            hint = HINTS.get(-ended, "")
             self.error = {name: {"message": f"{name} {how}", "hint": hint}}
         elif name:
             self.error = {name: self.error[name]}
