@@ -5,8 +5,9 @@
 The target is SmolLM2-135M, the rows are its own greedy replies to made-up questions, written once (some CPU minutes)
 and kept in .cache. Both start from the same weights, see the same rows in the same order with as many anchors, and have
 the same optimiser and schedule; only the loss differs: its anchors, labels, weights and normalisation. What is measured
-is the walk over the held-out rows: what serving would accept. Each training runs in a process of its own, with one
-thread, the sides in turn; a fifth of the steps pass before seconds are taken.
+is the walk over the held-out rows: what serving would accept. Another seed is another order and other anchors, so the
+interval that decides is over seeds, in pairs. Each training runs in a process of its own, with one thread, the sides in
+turn; a fifth of the steps pass before seconds are taken.
 """
 
 # ruff: noqa: E402
@@ -56,6 +57,7 @@ QUESTIONS = (
     "Why do people like {}?", "Tell a story about {}.", "How would you describe {} to a child?",
     "What is {} used for?", "Write a question about {} and answer it.",
 )  # fmt: skip
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5 %, 1 to 10 degrees of freedom
 Loss = Callable[["Rows", int], Tensor]
 
 
@@ -301,9 +303,11 @@ def forked(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def interval(values: list[float]) -> str:
-    """Mean and its 95 % interval."""
+    """Mean and its 95 % interval by Student's t."""
+    degrees = len(values) - 1
+    quantile = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.65 / degrees  # to 0.01
     mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:+.3f} [{mean - 1.99 * error:+.3f}, {mean + 1.99 * error:+.3f}]"
+    return f"{mean:+.3f} [{mean - quantile * error:+.3f}, {mean + quantile * error:+.3f}]"
 
 
 def tau(yields: list[list[int]]) -> float:
@@ -321,18 +325,24 @@ def main() -> None:
     print(f"{len(s.train)} rows, {len(s.held_out)} held out; {args.steps} steps of {BATCH} rows with {ANCHORS} anchors")
     print(f"{'':14}{'seed':>5}{'tau':>8}{'loss':>8}{'CPU s a step':>14}{'wall s':>9}{'peak MB':>9}{'load':>7}")
     rows: dict[str, list[list[float]]] = {name: [[] for _ in s.held_out] for name in BUILD}
+    taus: dict[str, list[float]] = {name: [] for name in BUILD}
     for seed in range(args.seeds):
         for name in list(BUILD)[:: -1 if seed % 2 else 1]:
             f = forked(lambda name=name, seed=seed: train(name, s, seed, args.steps))
             for found, yields in zip(rows[name], f["yields"], strict=True):
                 found.append(statistics.mean(yields))
+            taus[name].append(tau(f["yields"]))
             figures = f"{tau(f['yields']):8.3f}{f['loss']:8.3f}{f['cpu_s']:14.3f}{f['wall_s']:9.3f}{f['peak_mb']:9.0f}"
             print(f"{name:14}{seed:>5}{figures}{os.getloadavg()[1]:7.1f}", flush=True)
+    for name, values in taus.items():
+        print(f"{name:14} tau of a training: {interval(values)}")
+    print(f"ours - speculators, seed by seed: {interval(differences(taus))}")
     means = {name: [statistics.mean(found) for found in rows[name]] for name in BUILD}
-    for name, values in means.items():
-        print(f"{name:14} tau of a held-out row, mean of its seeds: {interval(values)}")
-    pairs = zip(means["ours"], means["speculators"], strict=True)
-    print(f"ours - speculators, row by row: {interval([one - other for one, other in pairs])}")
+    print(f"  row by row, these trainings as they are: {interval(differences(means))}")
+
+
+def differences(values: dict[str, list[float]]) -> list[float]:
+    return [one - other for one, other in zip(values["ours"], values["speculators"], strict=True)]
 
 
 if __name__ == "__main__":
