@@ -153,6 +153,21 @@ def test_the_histogram_is_taken_before_the_filter(tmp_path: Path) -> None:
     assert close(store).state == "complete" and store.get_bytes("dataset.json") == before
 
 
+def test_rows_of_ids_alone_are_told_apart_by_what_their_ids_say(tmp_path: Path) -> None:
+    """Without words of their own they would all be one empty text, and the dataset a degenerate one."""
+    source = tmp_path / "in"
+    source.mkdir()
+    ids = [list(range(40 + n % 30, 80 + n % 30)) for n in range(60)]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]
+    rows = [{"messages": turns, "token_ids": given, "finish_reason": "length"} for given in ids]
+    (source / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan, _, _ = prepare(str(tmp_path / "out"), str(source))
+    commit = convert(plan, 0, tmp_path / "work")
+    assert commit["rows"] == 60
+    assert [s["count"] for s in commit["supervised"]] == [2] * 30
+    assert len({s["text"] for s in commit["supervised"]}) == 30 and all(s["text"] for s in commit["supervised"])
+
+
 def test_batch_outputs_are_joined_with_their_requests(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()

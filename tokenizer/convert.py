@@ -20,6 +20,7 @@ import pyarrow as pa
 from tokenizer import chat, dialects
 from tokenizer.encode import Encoded, Encoder
 from tokenizer.job import Exit, JobError, Reject, Spec
+from tokenizer.pieces import IDS
 from tokenizer.read import LONGEST_LINE, Chunk
 from tokenizer.shard import Rows, cut, loss_per_row, record_batch, select
 from tokenizer.tally import SAMPLES, Frequent, Tally, text_hash
@@ -125,8 +126,14 @@ class Converter:
             keep[row] = False
             malformed[row] = reject.reason in ("foreign_token_ids", "reasoning_lost")
         hashes = [text_hash(row.replies) for row in text_rows]
+        shown = [row.replies for row in text_rows]
+        for row, text_row in enumerate(text_rows):
+            if not all(text_row.replies) and _has_ids_alone(text_row):
+                part = slice(whole.offsets[row], whole.offsets[row + 1])
+                ids = whole.ids[part][whole.mask[part] > 0].tolist()
+                hashes[row], shown[row] = text_hash([*text_row.replies, str(ids)]), [self.encoder.decode(ids)]
         for row in np.flatnonzero(~malformed).tolist():
-            self.frequent.add(hashes[row], text_rows[row].replies)
+            self.frequent.add(hashes[row], shown[row])
         _count(tally.before, loss[~malformed])
         kept = select(rows, keep)
         kept_loss = loss[keep]
@@ -136,7 +143,7 @@ class Converter:
             tally.loss_tokens_cut += int(whole_loss.sum() - loss.sum())
         tally.control_tokens += encoded.control_literals
         rejects = []
-        ids: list[str] = []
+        names: list[str] = []
         source_ids: list[str] = []
         for entry in entries:
             tally.lines_seen += 1
@@ -146,7 +153,7 @@ class Converter:
             line_id = f"{self.path}:{entry.number}#"
             taken = [r for r in range(entry.first, entry.last) if r not in fates]
             for row in taken:
-                ids.append(f"{line_id}{text_rows[row].turn}")
+                names.append(f"{line_id}{text_rows[row].turn}")
                 source_ids.append(entry.source_id)
             unlearnt = sum(reject.reason == "no_supervised_tokens" for _, reject in entry.rejected)
             if unlearnt:  # never became rows, but the gate has to see them
@@ -159,12 +166,12 @@ class Converter:
                 tally.lines_kept += 1
                 tally.turns_rejected.update(reject.reason for _, reject in turns)
             rejects += [self._reject(entry, turn, reject) for turn, reject in turns]
-        tally.rows += len(ids)
+        tally.rows += len(names)
         tally.tokens += len(kept.ids)
         tally.loss_tokens += int(kept_loss.sum())
-        for row in range(min(SAMPLES - len(tally.samples), len(ids))):
-            tally.samples.append(sample(ids[row], kept, row))
-        batch = record_batch(kept, ids, source_ids, kept_loss) if ids else None
+        for row in range(min(SAMPLES - len(tally.samples), len(names))):
+            tally.samples.append(sample(names[row], kept, row))
+        batch = record_batch(kept, names, source_ids, kept_loss) if names else None
         spool = b"".join(h for h, bad in zip(hashes, malformed.tolist(), strict=True) if not bad)
         return Output(batch, b"".join(rejects), spool)
 
@@ -205,6 +212,11 @@ class Converter:
         except UnicodeDecodeError:
             record |= {"raw": base64.b64encode(entry.raw).decode(), "encoding": "base64"}
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _has_ids_alone(row: chat.TextRow) -> bool:
+    """Whether the row brought a reply as ids and no words of it."""
+    return any(piece.kind == IDS and piece.loss and not piece.text for piece in row.pieces)
 
 
 def _count(histogram: Counter[int], values: Any) -> None:
