@@ -45,8 +45,8 @@ from trainer.loss import Objective, block_loss, default_gamma, sample_anchors
 from trainer.optim import AdamW, learning_rate
 from trainer.target import Target, read_config
 
-BLOCK, LAYERS, ANCHORS, BATCH, LENGTH, RATE = 8, 2, 8, 2, 96, 2e-3
-REPLY, MAKE = 48, 16  # tokens of a reply at most, rows that are made at once
+BLOCK, LAYERS, ANCHORS, BATCH, LENGTH, RATE = 8, 2, 8, 2, 192, 2e-3
+REPLY, MAKE = 144, 16  # tokens of a reply at most, rows that are made at once
 THINGS = (
     "rain", "bread", "a compass", "the moon", "soap", "a bridge", "honey", "the heart", "a volcano", "glass",
     "a clock", "the ocean", "a forest", "electricity", "music", "a magnet", "coffee", "an island", "a train", "paper",
@@ -123,7 +123,7 @@ def read_rows(path: Path, folder: Path) -> list[tuple[str, list[int], list[int]]
 
 def setting(name: str) -> Setting:
     """The target's part, computed once: every fourth row is held out."""
-    replies = HERE.parent / ".cache" / "train_run.jsonl"
+    replies = HERE.parent / ".cache" / f"train_run-{REPLY}.jsonl"
     if not replies.is_file():
         write_replies(name, replies)
     with tokenizer_files(name) as folder:
