@@ -55,10 +55,10 @@ def test_a_shard_that_is_changed_meanwhile_reaches_no_checkpoint(tmp_path):
     shard.write_bytes(whole)
     saved = int((out / "latest").read_text().removeprefix("step-"))
     again = Forked(told, tmp_path / "again")
-    again.until(lambda: len(steps_of(out)) > saved)
+    again.until(lambda: f"goes on after step {saved} of" in again.text())  # metrics.jsonl still has later steps before
     os.kill(again.pid, signal.SIGTERM)
     assert again.wait() == 143, again.text()
-    assert f"goes on after step {saved} of" in again.text()
+    assert steps_of(out) == list(range(1, len(steps_of(out)) + 1))
 
 
 def test_a_file_that_may_have_changed_while_it_was_hashed_is_hashed_again(tmp_path):
